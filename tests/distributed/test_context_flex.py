@@ -72,6 +72,7 @@ class Attention(nn.Module):
         self.by_distance = nn.Parameter(torch.randn(heads, LONGEST))
         self.register_buffer("slopes", 0.5 ** torch.arange(1.0, heads + 1))
         self.documents: Tensor | None = None
+        self.masks: dict[int, tuple[Tensor, BlockMask]] = {}
 
     def mods(self, x: Tensor, documents: Tensor) -> tuple[Mod | None, Mod]:
         """Return the score_mod and the mask_mod for (rows, tokens, WIDTH)."""
@@ -100,6 +101,13 @@ class Attention(nn.Module):
                 return None, and_masks(causal, SameDocument(documents))
             case "a default":
                 return None, lambda b, h, q, kv, n=documents: (q >= kv) & (n[b, q] == n[b, kv])
+            case "two defaults":  # only one of them has this worker's tokens
+                gate, table = self.gate(x)[..., 0], self.by_distance[:, :8]
+                return (
+                    lambda score, b, h, q, kv, table=table, gate=gate: (
+                        score + table[h, (q - kv).clamp(-3, 3) + table.size(1) // 2] + gate[b, kv]
+                    )
+                ), causal
             # Those below are wrong or unsupported on parts.
             case "length":
                 return None, lambda b, h, q, kv: (q >= kv) & (q - kv < tokens)
@@ -122,6 +130,25 @@ class Attention(nn.Module):
             for each in (self.q, self.k, self.v)
         )
         score_mod, mask_mod = self.mods(x, documents)
+        if self.kind == "in place":
+            if tokens not in self.masks:
+                numbers = torch.zeros_like(documents)
+                mask_mod = and_masks(causal, same_document(numbers))
+                self.masks[tokens] = (
+                    numbers,
+                    create_block_mask(mask_mod, rows, None, tokens, tokens, device=x.device),
+                )
+            numbers, mask = self.masks[tokens]
+            numbers.copy_(documents)
+        if self.kind == "blocks":  # fewer than those of the mask_mod
+            mask = create_block_mask(causal, None, None, tokens, tokens, "cpu", BLOCK_SIZE=16)
+            mask = BlockMask.from_kv_blocks(
+                mask.kv_num_blocks.clamp(max=1),
+                mask.kv_indices,
+                BLOCK_SIZE=16,
+                mask_mod=causal,
+                seq_lengths=(tokens, tokens),
+            )
         if mask is None:
             heads = self.heads if self.kind == "by head" else None
             rows_of_mask = rows if "document" in self.kind else None
@@ -187,6 +214,8 @@ class Problem:
     heads: int = 4
     groups: int = 4
     length: int = 9
+    lengths: tuple[int, ...] = ()
+    """The lengths of the batches of steps, or () for `length`."""
     rows: int = 3
     attend: Mod = flex_attention
     shares_mask: bool = False
@@ -201,9 +230,10 @@ class Problem:
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         torch.manual_seed(100 + step)
-        shape = self.rows, self.length
+        length = self.lengths[step] if self.lengths else self.length
+        shape = self.rows, length
         ids, labels = torch.randint(WORDS, shape), torch.randint(WORDS, shape)
-        positions = torch.arange(self.length).expand(shape)
+        positions = torch.arange(length).expand(shape)
         documents = (torch.rand(shape) < 0.4).long().cumsum(1)
         labels[torch.rand(shape) < 0.3] = -100
         return ids, positions, documents, labels
@@ -273,6 +303,8 @@ def trained(
     return {"losses": losses, "values": values}
 
 
+PLAN = {f"attentions.*.{name}": "colwise" for name in "qkv"} | {"attentions.*.out": "rowwise"}
+
 CASES = {
     # ranks, method, training, and other axes of the mesh
     "causal": (2, "auto", Problem()),
@@ -292,6 +324,8 @@ CASES = {
     "gathered documents": (4, "gathered", Problem("documents", groups=2, shares_mask=True)),
     "gathered, captured parts": (2, "gathered", Problem("by token")),
     "gathered, masks by head": (2, "gathered", Problem("by head")),
+    "two defaults": (2, "auto", Problem("two defaults", lengths=(20, 16, 16))),
+    "masks changed in place": (2, "auto", Problem("in place", length=12)),
     "whole masks": (2, "auto", Problem(outside=True)),
     "whole masks of documents": (4, "auto", Problem("documents", outside=True, length=11)),
     "whole masks, gathered": (2, "gathered", Problem("documents", outside=True)),
@@ -309,9 +343,10 @@ CASES = {
         Problem("documents", settings={"zero": 3, "activations": "recomputed"}),
     ),
     "compiled blocks": (2, "auto", Problem("documents", settings={"compile": True})),
+    "split heads": (4, "auto", Problem("documents", settings={"tensor_plan": PLAN})),
 }
 
-FAST = {"alibi", "documents", "compiled", "gathered, masks by head"}
+FAST = {"compiled", "two defaults", "masks changed in place"}
 
 
 def check(group: Any, size: int, method: str, problem: Problem, **axes: int) -> None:
@@ -327,7 +362,7 @@ def check(group: Any, size: int, method: str, problem: Problem, **axes: int) -> 
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.full) for n in CASES]
 )
 def test_equals_one_process(group, name):
-    check(group, *CASES[name])
+    check(group, *CASES[name], **({"tensor": 2} if name == "split heads" else {}))
 
 
 REFUSED = {
@@ -337,6 +372,8 @@ REFUSED = {
     "local numbers": "gives a different result than on whole sequences",
     "local masks": "a BlockMask for 4 keys that was not made in the model's forward",
     "a CPU": "no backward pass on devices of type cpu",
+    "blocks": "a BlockMask whose blocks are not those of its mask_mod",
+    "later masks": "a BlockMask for 4 keys that was not made in the model's forward",
 }
 
 
@@ -344,13 +381,18 @@ def errors(world: sw.World) -> dict[str, str]:
     """Return the errors of the first forward passes."""
     said = {}
     for kind in REFUSED:
-        problem = Problem(kind, length=8)
+        problem = Problem(kind, length=80 if kind == "blocks" else 8)
         with on_cpus(checks=kind == "a CPU"):
             model = problem.model()
             engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
             ids, positions, documents, _ = world.share(problem.batch(0))
             masks = []
-            if kind == "local masks":
+            if kind == "later masks":
+                whole = create_block_mask(causal, None, None, 8, 8, device="cpu")
+                engine.backward(model(ids, positions, documents, whole).sum(), weight=1)
+                engine.step()
+                ids, positions, documents, _ = world.share(problem.batch(1))
+            if kind in ("local masks", "later masks"):
                 masks = [create_block_mask(causal, None, None, 4, 4, device="cpu")]
             try:
                 model(ids, positions, documents, *masks)
@@ -358,6 +400,29 @@ def errors(world: sw.World) -> dict[str, str]:
                 said[kind] = str(error)
             engine.close()
     return said
+
+
+def refused_heads(world: sw.World) -> list[str]:
+    """Return the errors of mods that may use numbers of heads."""
+    said = []
+    for kind in ("alibi", "by head"):
+        problem = Problem(kind, length=8)
+        with on_cpus():
+            model = problem.model()
+            optimizer = torch.optim.SGD(model.parameters())
+            engine = sw.Engine(model, optimizer, quiet=True, tensor_plan=PLAN)
+            ids, positions, documents, _ = world.share(problem.batch(0))
+            with pytest.raises(ModelError) as error:
+                model(ids, positions, documents)
+            said.append(str(error.value))
+            engine.close()
+    return said
+
+
+@pytest.mark.full  # it needs four ranks
+def test_refuses_numbers_of_split_heads(group):
+    for said in group(4, context=2, tensor=2)(refused_heads):
+        assert all("whose heads --tensor splits" in each for each in said)
 
 
 def test_refuses_by_name(group):

@@ -123,6 +123,7 @@ CASES = {
     "positions that restart": ("Qwen2", ("position_ids",), {}),
     "window": ("Mistral", (), {"sliding_window": 4}),
     "two kinds of layers": ("Qwen2", ("position_ids",), TWO_KINDS),
+    "two kinds of layers without documents": ("Qwen2", (), TWO_KINDS),
     "no causal mask": ("Bert", ("attention_mask",), {}),
 }
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask
 
@@ -38,13 +39,16 @@ def nested(ids: Tensor) -> Any:
     ("mod", "names"),
     [
         (lambda ids: lambda b: ids[b], ["ids"]),
-        (lambda ids: lambda b, n=ids: n[b], ["a default of <lambda>"]),
-        (lambda ids: functools.partial(lambda ids, b: ids[b], ids), ["partial"]),
-        (lambda ids: functools.partial(lambda b, n: n[b], n=ids), ["partial"]),
+        (lambda ids: lambda b, n=ids: n[b], ["n"]),
+        (lambda ids: functools.partial(lambda ids, b: ids[b], ids), ["partial.args[0]"]),
+        (lambda ids: functools.partial(lambda b, n: n[b], n=ids), ["partial.keywords['n']"]),
         (lambda ids: Ids(ids, torch.zeros(2)), ["Ids.values"]),
         (lambda ids: Ids(ids, torch.zeros(2)).of, ["of.values"]),
-        (nested, ["ids", "ids"]),
-        (lambda ids: (lambda known: lambda b: known["ids"][b])({"ids": ids, "n": 3}), ["known"]),
+        (nested, ["mask_mods[0]:ids", "mask_mods[1]:ids"]),
+        (
+            lambda ids: (lambda known: lambda b: known["ids"][b])({"ids": ids, "n": 3}),
+            ["known['ids']"],
+        ),
     ],
 )
 def test_replaces_captured_tensors(mod, names):
@@ -81,7 +85,7 @@ def test_names_tensors_that_others_use_too():
         return tensor
 
     mod = Module().mod()
-    assert with_tensors(mod, change) is mod
+    assert with_tensors(mod, change, reads_globals=True) is mod
     assert found == [("IDS", False), ("self.ids", False)]
 
 
@@ -122,3 +126,71 @@ def test_plain_operations_equal_torchs(groups):
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(more.lse, sums.lse, rtol=1e-12, atol=1e-12)
     assert more.max_scores.shape == (2, 4, 7)
+
+
+@dataclass(slots=True)
+class Slots:
+    first: Tensor
+    second: Tensor
+
+
+def test_replaces_each_attribute_that_a_mod_reads():
+    known = Slots(IDS, IDS)
+    mod = and_masks(
+        lambda b, h, q, kv: known.first[b] > 10, lambda b, h, q, kv: known.second[b] > 10
+    )
+    found = []
+
+    def change(name: str, tensor: Tensor, can_replace: bool) -> Tensor:
+        found.append(name)
+        return tensor + 10
+
+    after = with_tensors(mod, change)
+    assert found == ["mask_mods[0]:known.first", "mask_mods[1]:known.second"]
+    arguments = (torch.tensor(1),) * 4
+    assert (bool(mod(*arguments)), bool(after(*arguments))) == (False, True)
+
+
+class Run:
+    """A run outside of all forward passes."""
+
+    def check_outside(self, query: Tensor) -> None:
+        pass
+
+
+def calls(attend: Any) -> None:
+    query = torch.randn(1, 2, 8, 4)
+    with torch.no_grad():
+        attend(query, query, query)
+
+
+def test_finds_the_function_behind_a_compiled_one(monkeypatch):
+    original = flex.flex_attention
+    code, run = original.__code__, Run()
+    monkeypatch.setattr(flex, "flex_attention", torch.compile(original, backend="eager"))
+    flex_attention._torchs.cache_clear()
+    flex_attention.install(run)
+    assert original.__code__ is not code
+    flex_attention.uninstall(run)
+    assert original.__code__ is code
+
+
+@pytest.mark.parametrize("name", ["set_eval_frame", "_FrameExecStrategy"])
+def test_installs_nothing_if_torch_lacks_a_private_name(monkeypatch, name):
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, name)
+    code = flex.flex_attention.__code__
+    flex_attention.install(Run())
+    assert flex_attention.missing() == f"torch._C._dynamo.eval_frame.{name}"
+    assert flex.flex_attention.__code__ is code
+
+
+def test_compiles_calls_under_a_default_device():
+    torch._dynamo.reset()
+    counter, run = CompileCounter(), Run()
+    flex_attention.install(run)
+    try:
+        with torch.device("cpu"):
+            calls(torch.compile(flex.flex_attention, backend=counter))
+    finally:
+        flex_attention.uninstall(run)
+    assert counter.frame_count == 1

@@ -48,6 +48,7 @@ class ContextParallel:
             world.current_batch,
             self._method,
             in_stages=world.pipeline_size > 1,
+            splits_heads=world.tensor_size > 1,
         )
         self._inputs = TransformersInputs(model)
         self._planned = {name: PlannedAttention(name, self.run) for name in planned}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from itertools import count
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from shardwise.parallel.context.compiled_exchange import TracedGroup, traced_gro
 from shardwise.parallel.context.methods import AttentionCall, CausalBiases, attend, costs
 from shardwise.world.current_batch import CurrentBatch
 from shardwise.world.sequence_parts import Sequences, lengths_of
+
+_NUMBERS = count(1)
+"""Numbers of forward passes, also of other runs."""
 
 
 class _Where(Enum):
@@ -49,6 +53,7 @@ class ContextRun:
         method: "auto", "ulysses" or "gathered".
         in_stages: True if the model's layers are on several ranks (`--pipeline`), which run layers
             of other ranks on fake tensors to learn their shapes.
+        splits_heads: True if a rank may have some of the model's heads (`--tensor`).
     """
 
     def __init__(
@@ -58,8 +63,9 @@ class ContextRun:
         method: str,
         *,
         in_stages: bool = False,
+        splits_heads: bool = False,
     ) -> None:
-        self.group, self.in_stages = group, in_stages
+        self.group, self.in_stages, self.splits_heads = group, in_stages, splits_heads
         self.method: str | None = None
         """The method of the last attention call: "ulysses" or "gathered"."""
         self.costs: dict[str, float] = {}
@@ -72,9 +78,14 @@ class ContextRun:
         self._training_lengths: list[int] = []
         self.total = 0
         """Number of tokens of the current sequences, also while a trial runs on the first ones."""
-        self.captured: dict[tuple[str, int], set[int]] | None = None
-        """The sequence dimensions of tensors that the mods of flex attention capture, by the name
-        and the number of dimensions of a tensor. None before a trial."""
+        self.captured: dict[Any, set[frozenset[int]]] = {}
+        """The sequence dimensions of tensors that the mods of flex attention capture, by the kind
+        and code of a mod, and the name and number of dimensions of a tensor. A set has several
+        members if layers differ."""
+        self.checked_masks = 0
+        """Number of masks of flex attention whose blocks were checked."""
+        self.number = 0
+        """The number of the running or last forward pass, unique in this process."""
         self.calls = 0
         """Number of attention calls in the last forward pass, or in a trial's."""
         self.weight: float | Tensor = 1.0
@@ -138,6 +149,7 @@ class ContextRun:
         `lengths` holds the length of each rank's part.
         """
         before, self.lengths, self.calls = self.lengths, lengths, 0
+        self.number = next(_NUMBERS)
         try:
             with self._being(_Where.PARTS):
                 yield
@@ -155,6 +167,7 @@ class ContextRun:
     def enter(self, lengths: list[int]) -> None:
         """Begin a forward pass of the model. `lengths` holds the length of each rank's part."""
         self.lengths, self._where, self.calls = lengths, _Where.PARTS, 0
+        self.number = next(_NUMBERS)
         self.total = sum(lengths)
         _REPLACEMENT.entered.append(self)
         if torch.is_grad_enabled():

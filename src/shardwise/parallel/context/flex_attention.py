@@ -18,8 +18,9 @@ kernels do not support fp64, so a trial computes attention with plain operations
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -41,13 +42,20 @@ from shardwise.parallel.context.token_exchange import gather
 MOST_PAIRS = 1 << 26
 """Number of query-key pairs that `whole_mask` computes at once."""
 
-_frames = torch._C._dynamo.eval_frame
+CHECKED = 16
+"""Number of masks whose blocks are read. Reading them waits for a GPU."""
+
+# Private, so it may be missing. A function around it would be compiled.
+_set_compiler: Any = getattr(torch._C._dynamo.eval_frame, "set_eval_frame", None)
 
 
 def install(run: ContextRun) -> None:
     """Replace the code of torch's function, unless another run has already replaced it."""
+    if missing() is not None:  # a trial refuses calls
+        return
     if not _RUNS:
-        flex.flex_attention.__code__ = _call_replacement.__code__
+        _prepare()
+        _torchs().__code__ = _call_replacement.__code__
     _RUNS.append(run)
 
 
@@ -56,8 +64,21 @@ def uninstall(run: ContextRun) -> None:
     if run in _RUNS:
         _RUNS.remove(run)
         # If other code has replaced it since, it still calls this replacement.
-        if not _RUNS and flex.flex_attention.__code__ is _call_replacement.__code__:
-            flex.flex_attention.__code__ = _plain.__code__
+        if not _RUNS and _torchs().__code__ is _call_replacement.__code__:
+            _torchs().__code__ = _plain().__code__
+
+
+def missing() -> str | None:
+    """Return the name of something that torch lacks for calls of flex attention, or None."""
+    frames = torch._C._dynamo.eval_frame
+    for name in ("set_eval_frame", "set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"):
+        if not hasattr(frames, name):
+            return f"torch._C._dynamo.eval_frame.{name}"
+    try:
+        _torchs()
+    except LookupError:
+        return "the original function, because other code has replaced it"
+    return None
 
 
 def whole_mask(mod: Any, sizes: Sequence[int], like: BlockMask | None, device: Any) -> BlockMask:
@@ -145,6 +166,13 @@ class FlexCall(AttentionCall):
         """Return a message saying why the mask or the device is unsupported, or None."""
         run, mask = self.run, self.block_mask
         own, total = run.lengths[run.group.rank], sum(run.lengths)
+        has_heads = self.score_mod is not None or (mask is not None and mask.shape[1] > 1)
+        if run.splits_heads and has_heads:
+            return (
+                "flex_attention with a score_mod, or a BlockMask for several heads, whose heads "
+                "--tensor splits: the mod would get the numbers of heads of one worker. Start "
+                "without --tensor, or pass a BlockMask for one head (H=None)"
+            )
         if mask is not None:
             lengths = tuple(mask.shape[-2:])
             if len(mask.shape) != 4 or lengths not in [(own,) * 2, (total,) * 2, (run.total,) * 2]:
@@ -198,21 +226,27 @@ class FlexCall(AttentionCall):
             return None
         known = _MASKS.setdefault(mask, {})
         is_trial = run.agree is not None
+        is_part = mask.shape[-1] == run.lengths[run.group.rank]
         place = tuple(run.lengths), numbers, query.size(1), is_trial
-        if place not in known:
-            mod, is_part = mask.mask_mod, mask.shape[-1] == run.lengths[run.group.rank]
-            if is_part:
-                with torch.no_grad():
-                    mod = _whole_mod(mod, run, "mask_mod")
-            shifted = numbers.of_mask(mod)
+        # A mask of a part has a copy of captured tensors, which the model may change in place
+        # before the next forward pass.
+        current = run.number if is_part else 0
+        if known.get(place, (None, None))[0] != current:
             rows, heads = mask.shape[0], 1 if mask.shape[1] == 1 else query.size(1)
-            # All layers share it. A mask belongs to the values that its mod had when it was made.
-            if not is_trial and (is_part or query.size(2) != key.size(2)):
-                sizes = rows, heads, query.size(2), key.size(2)
-                known[place] = whole_mask(shifted, sizes, mask, query.device)
-            else:  # a trial's function only calls the mod
-                known[place] = _sliced(mask, numbers.head, heads, shifted)
-        return known[place]
+            is_made = not is_trial and (is_part or query.size(2) != key.size(2))
+            # The next forward pass may train.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                if is_made:
+                    _check_blocks(mask, run)
+                mod = _whole_mod(mask.mask_mod, run, "mask_mod") if is_part else mask.mask_mod
+                shifted = numbers.of_mask(mod)
+                if is_made:
+                    sizes = rows, heads, query.size(2), key.size(2)
+                    made = whole_mask(shifted, sizes, mask, query.device)
+                else:  # a trial's function only calls the mod
+                    made = _sliced(mask, numbers.head, heads, shifted)
+            known[place] = current, made
+        return known[place][1]
 
 
 def _sliced(mask: BlockMask, first: int, heads: int, mod: Any) -> BlockMask:
@@ -222,72 +256,114 @@ def _sliced(mask: BlockMask, first: int, heads: int, mod: Any) -> BlockMask:
     return sliced
 
 
+def _check_blocks(mask: BlockMask, run: ContextRun) -> None:
+    """Raise ModelError if the blocks of `mask` are not those of its mask_mod. Collective.
+
+    Later masks on a GPU, which must not wait for their values, fail with a device-side assertion.
+    """
+    whole = whole_mask(mask.mask_mod, mask.shape, mask, mask.kv_num_blocks.device)
+    is_same = torch.stack(
+        [
+            (_dense(whole) <= _dense(mask)).all(),  # partial blocks may be more than needed
+            (_dense(mask, full=True) <= _dense(whole, full=True)).all(),
+        ]
+    ).all()
+    problem = (
+        "a BlockMask whose blocks are not those of its mask_mod, from which a mask for whole "
+        "sequences is made. Compute the blocks in the mask_mod: create_block_mask(mask_mod, ...)"
+    )
+    run.checked_masks += 1
+    if run.checked_masks > CHECKED and not is_same.is_cpu:
+        torch._assert_async(is_same, f"--context {run.group.size}: {problem}")
+    elif not all(run.group.gather_plain(bool(is_same))):
+        raise run.error(f"flex_attention gets {problem}")
+
+
+def _dense(mask: BlockMask, *, full: bool = False) -> Tensor:
+    """Return a boolean for each block: whether `mask` computes it, or computes all of its pairs."""
+    if not full:
+        return mask.to_dense().bool()
+    if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
+        return torch.zeros_like(mask.to_dense(), dtype=torch.bool)
+    blocks = BlockMask.from_kv_blocks(
+        mask.full_kv_num_blocks, mask.full_kv_indices, BLOCK_SIZE=mask.BLOCK_SIZE
+    )
+    return blocks.to_dense().bool()
+
+
 def _whole_mod(mod: Any, run: ContextRun, kind: str) -> Any:
     """Return `mod` with gathered tensors in place of this rank's parts. Collective."""
     if mod is None:
         return None
-    own = run.lengths[run.group.rank]
-
-    def dims_of(tensor: Tensor) -> list[int]:
-        return [dim for dim, size in enumerate(tensor.shape) if size == own]
-
     if run.agree is not None:
-        _note_captured(mod, run, kind, dims_of)
+        _note_captured(mod, run, kind)
+    code = getattr(mod, "__code__", type(mod))
 
     def whole(name: str, tensor: Tensor, can_replace: bool) -> Tensor:
-        dims = dims_of(tensor)
-        if run.captured is not None and dims:
-            known = run.captured.get((name, tensor.ndim))
-            if known is None:
-                raise run.error(
-                    f"the {kind} of flex_attention captures {name} of shape {tuple(tensor.shape)}, "
-                    "which the trial before training did not see. Capture it in each forward pass"
-                )
-            dims = [dim for dim in dims if dim in known]
-        if not dims or not can_replace:
+        # All ranks must raise the same error, so the lengths of all ranks count.
+        possible = {dim for dim, size in enumerate(tensor.shape) if size in run.lengths}
+        if not possible or not can_replace:
             return tensor
-        if len(dims) > 1:
+        known = run.captured.get((kind, code, name, tensor.ndim))
+        found = f"the {kind} of flex_attention captures {_last(name)} {tuple(tensor.shape)}, "
+        if known is None:
             raise run.error(
-                f"the {kind} of flex_attention captures {name} of shape {tuple(tensor.shape)}, "
-                f"which has several dimensions of this worker's {own} tokens. {_CAPTURE}"
+                f"{found}which the trial before training did not see. Capture it in each forward "
+                "pass"
             )
-        return gather(tensor, dims[0], run.lengths, run.group)
+        choices = {dims & possible for dims in known}
+        if len(choices) > 1:
+            raise run.error(
+                f"{found}and another layer captures a tensor of this name whose dimensions are "
+                "different ones. Use different names"
+            )
+        dims = sorted(choices.pop())
+        return gather(tensor, dims[0], run.lengths, run.group) if dims else tensor
 
     return with_tensors(mod, whole)
 
 
-def _note_captured(
-    mod: Any, run: ContextRun, kind: str, dims_of: Callable[[Tensor], list[int]]
-) -> None:
+def _note_captured(mod: Any, run: ContextRun, kind: str) -> None:
     """Find the sequence dimensions of captured tensors in a trial. Collective.
 
     Raises ModelError on all ranks if a tensor cannot be gathered.
     """
-    mine: list[tuple[str, int, list[int], bool]] = []
+    mine: dict[tuple[str, int, bool], list[int]] = {}
+    own, code = run.lengths[run.group.rank], getattr(mod, "__code__", type(mod))
 
     def note(name: str, tensor: Tensor, can_replace: bool) -> Tensor:
-        mine.append((name, tensor.ndim, dims_of(tensor), can_replace))
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == own]
+        mine[name, tensor.ndim, can_replace] = dims
         return tensor
 
-    with_tensors(mod, note)
-    run.captured = {} if run.captured is None else run.captured
-    # A trial's parts have different lengths, so no other dimension fits on all ranks.
-    for each in zip(*run.group.gather_plain(mine), strict=False):
-        name, ndim, first, can_replace = each[0]
-        if any([*other[:2]] != [name, ndim] for other in each):
+    with_tensors(mod, note, reads_globals=True)
+    # JSON has no tuples.
+    listed = run.group.gather_plain([[*key, dims] for key, dims in mine.items()])
+    everyone = [{(name, ndim, can): dims for name, ndim, can, dims in each} for each in listed]
+    if len({tuple(key for key in each if key[2]) for each in everyone}) > 1:
+        raise run.error(f"the {kind} of flex_attention captures other tensors on other workers")
+    for key in everyone[0]:
+        if not all(key in each for each in everyone):  # global variables
             continue
-        dims = [dim for dim in first if all(dim in others for _, _, others, _ in each)]
+        name, ndim, can_replace = key
+        # A trial's parts have different lengths, so no other dimension fits on all ranks.
+        dims = [dim for dim in everyone[0][key] if all(dim in each[key] for each in everyone)]
         if dims and not can_replace:
             raise run.error(
-                f"the {kind} of flex_attention reads {name}, which has this worker's tokens, from "
-                f"a module or a global variable. {_CAPTURE}"
+                f"the {kind} of flex_attention reads {_last(name)}, which has this worker's "
+                f"tokens, from a module or a global variable. {_CAPTURE}"
             )
         if len(dims) > 1:
             raise run.error(
-                f"the {kind} of flex_attention captures {name}, whose dimensions "
+                f"the {kind} of flex_attention captures {_last(name)}, whose dimensions "
                 f"{' and '.join(map(str, dims))} have this worker's tokens. {_CAPTURE}"
             )
-        run.captured.setdefault((name, ndim), set()).update(dims)
+        run.captured.setdefault((kind, code, name, ndim), set()).add(frozenset(dims))
+
+
+def _last(name: str) -> str:
+    """Return the name of a captured tensor without those of functions around it."""
+    return name.rpartition(":")[2]
 
 
 _MAKE_MASKS = "Make masks in the model's forward, or for whole sequences before the batch is split"
@@ -359,31 +435,35 @@ def _call_replacement(*args: Any, **kwargs: Any) -> Any:
 def attend(*args: Any, **kwargs: Any) -> Any:
     """Compute a call of flex_attention, in or outside of an engine's model."""
     # The compiler of the running frames, or None. It must not see the exchanges.
-    compiler = _frames.set_eval_frame(None)
+    compiler = _set_compiler(None)
     try:
         return _attend(compiler, *args, **kwargs)
     finally:
-        _frames.set_eval_frame(compiler)
+        _set_compiler(compiler)
 
 
 def _attend(compiler: Any, *args: Any, **kwargs: Any) -> Any:
-    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound = inspect.signature(_plain()).bind(*args, **kwargs)
     bound.apply_defaults()
     options = dict(bound.arguments)
     tensors = query, key, value = [options.pop(name) for name in ("query", "key", "value")]
     if has_torch_function(tensors):  # see attention.py
-        return handle_torch_function(flex.flex_attention, tensors, *tensors, **options)
+        _set_compiler(compiler)  # a mode calls the function again
+        try:
+            return handle_torch_function(_torchs(), tensors, *tensors, **options)
+        finally:
+            _set_compiler(None)
     run = active_run()
     if run is None and _RUNS:
         _RUNS[-1].check_outside(query)
     is_trial = run is not None and (run.agree is not None or run.is_on_whole_sequences)
 
     def plain(*args: Any, **kwargs: Any) -> Any:
-        _frames.set_eval_frame(compiler)
+        _set_compiler(compiler)
         try:
-            return _plain(*args, **kwargs)
+            return _plain()(*args, **kwargs)
         finally:
-            _frames.set_eval_frame(None)
+            _set_compiler(None)
 
     if run is not None and run.in_stages and isinstance(query, FakeTensor):
         return reference(*tensors, **options | {"score_mod": None, "block_mask": None})
@@ -406,8 +486,7 @@ def _attend(compiler: Any, *args: Any, **kwargs: Any) -> Any:
         block_mask=options.pop("block_mask"),
         options=options,
     )
-    first, *others = pytree.tree_leaves(result := run.attend(call))
-    del others
+    first = pytree.tree_leaves(result := run.attend(call))[0]
     return pytree.tree_map_only(Tensor, lambda x: x if x is first else x.squeeze(3), result)
 
 
@@ -420,11 +499,48 @@ def _check_whole(mask: BlockMask | None, query: Tensor, run: ContextRun) -> None
         )
 
 
+@functools.cache
+def _torchs() -> Any:
+    """Return torch's function, also if its module has a wrapper that compiles it.
+
+    Raises LookupError if the module has other code in its place.
+    """
+    found: Any = flex.flex_attention
+    while hasattr(found, "_torchdynamo_orig_callable"):
+        found = found._torchdynamo_orig_callable
+    found = inspect.unwrap(found)
+    if not isinstance(found, FunctionType) or found.__globals__ is not flex.__dict__:
+        raise LookupError
+    return found
+
+
+@functools.cache
+def _plain() -> Any:
+    """Return torch's function with its own code, also while the code is replaced."""
+    function = _torchs()
+    copied = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+@functools.cache
+def _prepare() -> None:
+    """Copy torch's function, and prepare the functions here for the compiler."""
+    _plain()
+    # The first two keep the compiler of their callers. It compiles torch's function.
+    _run_untraced(_call_replacement, "DEFAULT")
+    _run_untraced(attend, "DEFAULT")
+    _run_untraced(_attend, "SKIP")
+
+
 def _run_untraced(function: Any, inner: str) -> None:
     """Run `function` between two compiled graphs, and the calls in it as `inner` says."""
-    actions = _frames._FrameAction
-    strategy = _frames._FrameExecStrategy(actions.SKIP, getattr(actions, inner))
-    _frames.set_code_exec_strategy(function.__code__, strategy)
+    frames = torch._C._dynamo.eval_frame
+    actions = frames._FrameAction
+    strategy = frames._FrameExecStrategy(actions.SKIP, getattr(actions, inner))
+    frames.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = (
         "flex_attention with --context exchanges tokens between two graphs: leave fullgraph=True "
@@ -435,21 +551,6 @@ def _run_untraced(function: Any, inner: str) -> None:
 _RUNS: list[ContextRun] = []
 """The runs of all engines of this process, the oldest first."""
 
-_MASKS: WeakKeyDictionary[BlockMask, dict[Any, BlockMask]] = WeakKeyDictionary()
-"""The masks of full sequences that were made from a model's masks."""
-
-_plain: Any = FunctionType(
-    flex.flex_attention.__code__,
-    flex.flex_attention.__globals__,
-    flex.flex_attention.__name__,
-    flex.flex_attention.__defaults__,
-)
-"""torch's function with its own code, also while the code is replaced."""
-_plain.__kwdefaults__ = flex.flex_attention.__kwdefaults__
-
-_SIGNATURE = inspect.signature(_plain)
-
-# The first two keep the compiler of their callers. It compiles torch's function.
-_run_untraced(_call_replacement, "DEFAULT")
-_run_untraced(attend, "DEFAULT")
-_run_untraced(_attend, "SKIP")
+_MASKS: WeakKeyDictionary[BlockMask, dict[Any, tuple[int, BlockMask]]] = WeakKeyDictionary()
+"""The masks of full sequences that were made from a model's masks, which all layers share. The
+integer is the number of the forward pass, or 0 if the mask does not depend on it."""

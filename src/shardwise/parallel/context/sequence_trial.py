@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,7 +130,10 @@ class SequenceTrial:
             sequences: The full sequences of the batch.
         """
         leaves, nest = pytree.tree_flatten(given)
-        forms = tuple(map(_form, leaves)), tuple(map(_form, pytree.tree_leaves(completed)))
+        own = self._run.lengths[self._run.group.rank]
+        forms = tuple(
+            tuple(_form(x, own) for x in pytree.tree_leaves(y)) for y in (given, completed)
+        )
         # The same on all ranks. The dimensions are unclear if a part is as long as there are rows.
         lengths = self._run.lengths
         known = [] if sequences.rows in lengths else [x for x in leaves if isinstance(x, Tensor)]
@@ -141,24 +145,36 @@ class SequenceTrial:
             return
         masked = has_added_mask(given[1], completed[1])
         reasons: list[str] = []
+        earlier = self._run.captured
         likely = self._possible_dims(leaves, sequences)
         # (rows, length, length) may be features of tokens, or a mask over pairs of tokens.
         pairs = [False, True] if _has_features_like_tokens(leaves, sequences.length) else [True]
         for number, (dims, cuts_keys) in enumerate(product(likely, pairs)):
             # Features may be as many as a trial's tokens. Both numbers of tokens are unlikely.
             for tokens in (TOKENS, TOKENS + 1):
-                why, reaches = self._difference(
-                    model, leaves, nest, dims, tokens, masked=masked, cuts_keys=cuts_keys
-                )
-                # The copy and its graph refer to themselves, so only a collection frees them.
-                gc.collect()
-                states = self._run.group.gather_plain([why, reaches])
+                is_repeated = True
+                while is_repeated:
+                    had_compiler, self._run.captured = _has_compiler(), {}
+                    why, reaches = self._difference(
+                        model, leaves, nest, dims, tokens, masked=masked, cuts_keys=cuts_keys
+                    )
+                    # The copy and its graph refer to themselves, so only a collection frees them.
+                    gc.collect()
+                    # Importing the compiler takes seconds. If the model's forward has imported it,
+                    # its operations may have run compiled: repeat the trial without compiling.
+                    fresh = _has_compiler() and not had_compiler
+                    outcomes = self._run.group.gather_plain([why, reaches, fresh])
+                    is_repeated = any(each for _, _, each in outcomes)
+                states = [each[:2] for each in outcomes]
                 if not any(reach < sequences.length for _, reach in states):
                     break
             found = [each for each, _ in states if each is not None]
             # Without attention, a model that mixes tokens passes a trial that cuts its rows.
             if not found and (number == 0 or self.has_attention):
                 self._passed[key] = self.has_attention, min(reach for _, reach in states)
+                seen = self._run.captured
+                both = earlier.keys() | seen.keys()
+                self._run.captured = {x: earlier.get(x, set()) | seen.get(x, set()) for x in both}
                 return
             reasons += found
         # A model may fail because the dimensions are wrong.
@@ -265,7 +281,7 @@ class SequenceTrial:
             stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(self._device.type, enabled=False))
-            if "torch._dynamo" in sys.modules:
+            if _has_compiler():
                 # Modes that observe operations do not see compiled ones.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             fixed = WithoutRandomness()
@@ -377,6 +393,12 @@ class SequenceTrial:
                     "only. Call torch.nn.functional.scaled_dot_product_attention, which also has "
                     "flash kernels."
                 )
+            if module == flex.__name__ and (missing := flex_attention.missing()) is not None:
+                return (
+                    f"its forward calls flex_attention, which --context does not support with "
+                    f"torch {torch.__version__} here: {missing} is missing. Call "
+                    "torch.nn.functional.scaled_dot_product_attention."
+                )
             frame = frame.tb_next
         if is_opaque:
             return (
@@ -479,6 +501,11 @@ _OFFSETS = (
     "with it in a module of its own, whose forward takes queries, keys, values and the offsets, "
     'and name the module in sw.Engine(..., context_plan=["blocks.*.attention"]).'
 )
+
+
+def _has_compiler() -> bool:
+    """Return whether this process has imported torch's compiler."""
+    return "torch._dynamo" in sys.modules
 
 
 _FAILED = "the trial on whole sequences failed: "
@@ -670,10 +697,15 @@ def _short_offsets(offsets: Tensor, full: int, total: int, rows: int) -> tuple[T
     return found.to(offsets.dtype), int(found.diff().max())
 
 
-def _form(leaf: Any) -> Any:
-    """Return the properties of `leaf` that may decide which code a forward pass runs."""
+def _form(leaf: Any, own: int) -> Any:
+    """Return the properties of `leaf` that may decide which code a forward pass runs.
+
+    `own` is the number of this rank's tokens.
+    """
     if isinstance(leaf, Tensor):
         return leaf.ndim, leaf.dtype
+    if isinstance(leaf, BlockMask):
+        return "BlockMask", leaf.shape[-1] == own
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf).__name__
 
 

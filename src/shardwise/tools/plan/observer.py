@@ -73,12 +73,28 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:
         traceback.print_exc()
         kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
-        _fail(observation, f"{kind}{error}", user_place(error.__traceback__))
+        advice = _FLEX if _is_of_flex_attention(error) else ""
+        _fail(observation, f"{kind}{error}{advice}", user_place(error.__traceback__))
     if not observation.written:
         # A script can end without calling engine.step(). Use its backward passes if there are any.
         if any(engine.backwards for engine in observation.engines):
             finish(observation)
         _fail(observation, "The script made no step of an sw.Engine.", "")
+
+
+_FLEX = (
+    " The plan runs the script on a CPU. Plan with scaled_dot_product_attention "
+    '(attn_implementation="sdpa" for models of Transformers), whose tensors have the same shapes.'
+)
+
+
+def _is_of_flex_attention(error: BaseException) -> bool:
+    """Return whether flex attention, which has no backward pass on a CPU, has raised `error`."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+    return isinstance(error, NotImplementedError) and module == "torch.nn.attention.flex_attention"
 
 
 def _refuse_plain_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
