@@ -427,9 +427,9 @@ def _for_all_pairs(mod: Any, first: tuple[int, ...]) -> Any:
 
 def _call_replacement(*args: Any, **kwargs: Any) -> Any:
     # torch's function has this code, but its own global variables.
-    from shardwise.parallel.context import flex_attention as replacement
+    import sys
 
-    return replacement.attend(*args, **kwargs)
+    return sys.modules["shardwise.parallel.context.flex_attention"].attend(*args, **kwargs)
 
 
 def attend(*args: Any, **kwargs: Any) -> Any:
