@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import (
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from shardwise.parallel.context import sequence_trial
 
 WIDTH, WORDS, LONGEST = 16, 11, 256
 
@@ -325,7 +326,7 @@ CASES = {
     "gathered, captured parts": (2, "gathered", Problem("by token")),
     "gathered, masks by head": (2, "gathered", Problem("by head")),
     "two defaults": (2, "auto", Problem("two defaults", lengths=(20, 16, 16))),
-    "masks changed in place": (2, "auto", Problem("in place", length=12)),
+    "masks changed in place": (2, "auto", Problem("in place", length=12, attend=compiled)),
     "whole masks": (2, "auto", Problem(outside=True)),
     "whole masks of documents": (4, "auto", Problem("documents", outside=True, length=11)),
     "whole masks, gathered": (2, "gathered", Problem("documents", outside=True)),
@@ -346,7 +347,7 @@ CASES = {
     "split heads": (4, "auto", Problem("documents", settings={"tensor_plan": PLAN})),
 }
 
-FAST = {"compiled", "two defaults", "masks changed in place"}
+FAST = {"two defaults", "masks changed in place"}
 
 
 def check(group: Any, size: int, method: str, problem: Problem, **axes: int) -> None:
@@ -400,6 +401,45 @@ def errors(world: sw.World) -> dict[str, str]:
                 said[kind] = str(error)
             engine.close()
     return said
+
+
+def trials_of_an_importing_model(world: sw.World) -> list[bool]:
+    """Return whether the compiler was disabled in each forward pass of a model that imports it."""
+    imported, disabled, found = [], [], []
+
+    class Importing(Model):
+        def forward(self, *args: Any) -> Tensor:
+            found.append(bool(disabled))
+            imported.append(1)
+            return super().forward(*args)
+
+    def has_compiler() -> bool:
+        return bool(imported)
+
+    def disable(stance: str) -> Any:
+        disabled.append(stance)
+        return nullcontext()
+
+    problem = Problem(length=8)
+    with (
+        on_cpus(),
+        mock.patch.object(sequence_trial, "_has_compiler", has_compiler),
+        mock.patch.object(torch.compiler, "set_stance", disable),
+    ):
+        torch.manual_seed(3)
+        model = Importing(problem).double()
+        engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+        ids, positions, documents, _ = world.share(problem.batch(0))
+        model(ids, positions, documents)
+        engine.close()
+    return found
+
+
+@pytest.mark.full
+def test_repeats_a_trial_that_imports_the_compiler(group):
+    for found in group(2, context=2)(trials_of_an_importing_model):
+        # Twice on whole sequences and on parts, and then the forward pass itself.
+        assert found == [False, False, True, True, True]
 
 
 def refused_heads(world: sw.World) -> list[str]:

@@ -128,6 +128,9 @@ CASES = {
 }
 
 
+FAST = {"labels", "two kinds of layers without documents"}
+
+
 def labelled_batch(step: int, fields: Sequence[str]) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(step)
     ids = torch.randint(13, (2, 11), generator=draw)
@@ -182,7 +185,7 @@ def test_split_layers_equal_one_process(group, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["labels", *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n != "labels")],
+    [pytest.param(n, marks=() if n in FAST else pytest.mark.full) for n in CASES],
 )
 def test_labels_and_masks_equal_one_process(group, name):
     expected = trained_on_labels(None, name)

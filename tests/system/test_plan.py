@@ -94,6 +94,12 @@ def test_refuses_islands():
     [
         ("loss.detach().numpy()", "train.py:20"),
         ("raise SystemExit(0)", "ended before its first step"),
+        pytest.param(
+            "from torch.nn.attention import flex_attention as flex; "
+            "x = torch.ones(1, 1, 8, 4, requires_grad=True); flex.flex_attention(x, x, x)",
+            "Plan with scaled_dot_product_attention",
+            marks=pytest.mark.full,
+        ),
         ("import accelerate.nowhere", "Observe a script of accelerate with --adopt accelerate"),
     ],
 )

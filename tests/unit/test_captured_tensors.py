@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask
 
+from shardwise.errors import ModelError
 from shardwise.parallel.context import flex_attention
 from shardwise.parallel.context.captured_tensors import with_tensors
 
@@ -156,6 +158,32 @@ class Run:
 
     def check_outside(self, query: Tensor) -> None:
         pass
+
+
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        (None, "which the trial before training did not see"),
+        ({frozenset({1}), frozenset()}, "another layer captures a tensor of this name"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_refuse_tensors_of_unknown_dimensions(rank, known, words):
+    table = torch.zeros(4, 8)  # its size is the length of one part
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + table[h, q]
+
+    captured = {} if known is None else {("score_mod", mod.__code__, "table", 2): known}
+    run = SimpleNamespace(
+        lengths=[8, 7],
+        group=SimpleNamespace(rank=rank),
+        agree=None,
+        captured=captured,
+        error=ModelError,
+    )
+    with pytest.raises(ModelError, match=words):
+        flex_attention._whole_mod(mod, run, "score_mod")
 
 
 def calls(attend: Any) -> None:
