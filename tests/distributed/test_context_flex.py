@@ -6,7 +6,7 @@ the plain operations behind it have one.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -469,3 +469,23 @@ def test_refuses_by_name(group):
     for said in group(2, context=2)(errors):
         for kind, expected in REFUSED.items():
             assert expected in said[kind], kind
+
+
+def error_in_stages(world: sw.World) -> str:
+    """Return the error of a model whose layers are on several ranks."""
+    problem = Problem(length=8)
+    with on_cpus():
+        model = problem.model()
+        try:
+            engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+            with closing(engine):
+                model(*world.share(problem.batch(0))[:3])
+        except ModelError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.full
+def test_refuses_stages(group):
+    for said in group(4, context=2, pipeline=2)(error_in_stages):
+        assert "flex_attention with --context and --pipeline is not supported" in said

@@ -28,7 +28,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 from torch.overrides import handle_torch_function, has_torch_function
@@ -465,8 +464,12 @@ def _attend(compiler: Any, *args: Any, **kwargs: Any) -> Any:
         finally:
             _set_compiler(None)
 
-    if run is not None and run.in_stages and isinstance(query, FakeTensor):
-        return reference(*tensors, **options | {"score_mod": None, "block_mask": None})
+    if run is not None and run.in_stages:
+        raise run.error(
+            "flex_attention with --context and --pipeline is not supported. Leave one of the two "
+            "flags out, or call torch.nn.functional.scaled_dot_product_attention "
+            '(attn_implementation="sdpa" for models of Transformers)'
+        )
     if run is not None and run.is_on_whole_sequences:
         _check_whole(options["block_mask"], query, run)
     kernel = reference if is_trial else plain
