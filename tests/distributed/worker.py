@@ -102,8 +102,12 @@ def _join(settings: dict[str, Any]) -> Any:
 def _run(world: Any, case: bytes) -> Outcome:
     """Run one case in a world with the state it has after init, treating warnings as errors."""
     from shardwise.errors import CollectiveError
+    from shardwise.model import activation_offload
+    from shardwise.states.storage import storage
 
     environ = dict(os.environ)
+    # Cases set these to use several spans, or to offload small tensors.
+    span, least = storage.SPAN, activation_offload.LEAST
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -124,6 +128,7 @@ def _run(world: Any, case: bytes) -> Outcome:
     finally:
         os.environ.clear()
         os.environ.update(environ)
+        storage.SPAN, activation_offload.LEAST = span, least
     return Outcome(calls=getattr(world.collectives, "_calls", 0), **done)
 
 
