@@ -310,11 +310,15 @@ class GroupWork:
         return self._group_ranks.named(places)
 
     def _lost(self, call: SharedWork, lost: set[int]) -> CollectiveError:
+        """Return the error that names the ranks `lost`, or why they exited if they told it."""
+        speaker = self._group_ranks.speaker(self._rank)
+        theirs = self._process_work.status_server.error_of_another(speaker)
+        if theirs is not None:
+            return self._failed(type(theirs), str(theirs))
         return self._failed(
             PeerLost,
-            f"{self._group_ranks.speaker(self._rank)} lost {self._name(*lost)} in {call.name}: it "
-            "ended before it had done its part. The cause is on the rank that ended: see its "
-            "output.",
+            f"{speaker} lost {self._name(*lost)} in {call.name}: it ended before it had done its "
+            "part. The cause is on the rank that ended: see its output.",
             tuple(self._group_ranks.ranks[place] for place in sorted(lost)),
         )
 
@@ -329,6 +333,10 @@ class GroupWork:
 
     def _cut_off(self, call: SharedWork, error: Exception) -> Exception:
         """Return the error to raise if the communication between hosts has failed."""
+        # A rank of this host may have sent the cause and exited before this rank looked.
+        if self._process_work.error is not None:
+            self._failure = self._process_work.error
+            return self._failure
         # A lost host is often the consequence of a rank that exited on this host, so blame that
         # rank.
         if isinstance(error, PeerLost) and self._mesh.gone:
