@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import shardwise as sw
 from shardwise.model.precision import PRESETS, ForwardPrecision, cast_models, is_cast, widen_states
 from shardwise.tools.verify.script import PromoteToFp64
+from shardwise.world.world import World
 
 
 class Casts(nn.Module):
@@ -59,6 +62,47 @@ def test_forward_with_casts_stays_in_fp64(model: nn.Module) -> None:
 def test_default_dtype_is_restored_after_an_error(model: nn.Module) -> None:
     with pytest.raises(RuntimeError):
         model(torch.randn(5, 3), scale=torch.ones(4))
+    assert torch.get_default_dtype() == torch.float32
+
+
+class Block(nn.Module):
+    """Creates fp32 values in its forward, unless the default dtype is fp64."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.checkpoints, self.wide = checkpoints, nn.Linear(4, 4)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.wide(x) * torch.linspace(0, 1, 4).sqrt()).exp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.checkpoints:
+            return self.scaled(x)
+        result: torch.Tensor = checkpoint(self.scaled, x, use_reentrant=False)
+        return result
+
+
+def losses(*, checkpoints: bool = False, **settings: object) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(checkpoints=checkpoints) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, quiet=True, precision="fp64", **settings)
+    found = []
+    for (x,) in sw.Loader(torch.utils.data.TensorDataset(torch.randn(6, 4)), batch_size=2):
+        engine.backward(model(x).mean())
+        found.append(engine.step().loss)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"activations": "recomputed"}, {"checkpoints": True}],
+    ids=["units", "torch.utils.checkpoint"],
+)
+def test_recomputation_stays_in_fp64(solo: World, settings: dict[str, object]) -> None:
+    expected = losses()
+    assert losses(**settings) == pytest.approx(expected, rel=1e-12)
     assert torch.get_default_dtype() == torch.float32
 
 

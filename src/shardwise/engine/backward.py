@@ -19,6 +19,7 @@ from shardwise.engine.loss_terms import UNKNOWN, LossTerms
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError, UsageError
+from shardwise.model import precision
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
 from shardwise.parallel.pipeline.runner import LookAtLoss, Part, PipelineRunner
 from shardwise.states.parameters import parameters_at_rest
@@ -363,7 +364,9 @@ class BackwardRunner:
             weight = expert_parallel.begin_backward(
                 run, self._weighting, loss, weight, share, is_sole=is_sole
             )
-        with nullcontext(weight) if context is None else context.backward(loss, weight) as counts:
+        crossing = nullcontext(weight) if context is None else context.backward(loss, weight)
+        preset = precision.PRESETS[self._spec.settings.precision]
+        with crossing as counts, preset.in_backward():
             yield counts
 
     def _before_autograd(self, loss: Tensor, seed: Tensor | None) -> None:

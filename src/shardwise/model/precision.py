@@ -11,13 +11,13 @@ The 16-bit presets return the model's outputs in fp32, so that losses are comput
 fp64, outputs, gradients and optimizer state are fp64, and every module casts its floating-point
 inputs to fp64. If a forward pass creates fp32 tensors or casts to fp32, the next module therefore
 computes in fp64 again, although those values have only fp32 precision. Tensors that a forward pass
-creates without a dtype are fp64, too.
+creates without a dtype are fp64, too, also if the backward pass recomputes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,10 @@ class Preset:
         """True if every module of the model computes in a wider dtype than fp32."""
         return self.cast is torch.float64
 
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Context manager for a backward pass, which may run parts of the forward pass again."""
+        return creating(torch.float64) if self.widens else nullcontext()
+
 
 PRESETS = {
     "fp32": Preset(),
@@ -54,6 +58,17 @@ PRESETS = {
     "bf16": Preset(cast=torch.bfloat16),
     "fp64": Preset(cast=torch.float64),
 }
+
+
+@contextmanager
+def creating(dtype: torch.dtype) -> Iterator[None]:
+    """Context manager: new floating-point tensors have the dtype `dtype` by default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class ForwardPrecision:
@@ -88,10 +103,7 @@ class ForwardPrecision:
         if self._preset.autocast is not None:
             stack.enter_context(torch.autocast(self._device_type, self._preset.autocast))
         if self._preset.widens:
-            # Register the callback before setting the dtype: it restores the current one after the
-            # forward pass.
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
+            stack.enter_context(creating(torch.float64))
         self._open.append(stack)
         if self._preset.cast is None:
             return args, kwargs

@@ -310,7 +310,8 @@ class ObservedEngine(Engine):
             own = [parameter for parameter in located if parameter.requires_grad]
         context = self._spec.context
         try:
-            with nullcontext() if context is None else context.backward(loss, 1.0):
+            crossing = nullcontext() if context is None else context.backward(loss, 1.0)
+            with crossing, precision.PRESETS[self.settings.precision].in_backward():
                 torch.autograd.backward(loss, retain_graph=retain_graph, inputs=own)
         finally:
             recorder.active = recorder.backward = False

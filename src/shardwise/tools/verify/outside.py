@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ class Recorder:
                     self._first_loss = self._loss if self._first_loss is None else self._first_loss
             self._is_inside = True
             try:
-                return backward(tensors, *args, **kwargs)
+                with nullcontext() if self._preset is None else self._preset.in_backward():
+                    return backward(tensors, *args, **kwargs)
             finally:
                 self._is_inside = False
 

@@ -16,6 +16,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,23 @@ class PromoteToFp64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def run_backward_in(mode: TorchFunctionMode) -> None:
+    """Activate a mode in backward passes too, for recomputation and autograd functions.
+
+    `Tensor.backward` and `torch.autograd.backward` are functions that a mode handles, and a mode is
+    inactive while it handles a function.
+    """
+    module: Any = torch.autograd
+    plain: Callable[..., Any] = module._engine_run_backward
+
+    @wraps(plain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return plain(*args, **kwargs)
+
+    module._engine_run_backward = run
+
+
 def main(arguments: list[str]) -> None:
     """Run a script to its end. `arguments` are the options (JSON), the script and its arguments."""
     options: dict[str, Any] = json.loads(arguments[0])
@@ -135,7 +153,10 @@ def main(arguments: list[str]) -> None:
     )
     # Apply alterations after `watch`, so that they wrap the functions that record their callers.
     alterations.apply(options["alter"])
-    with PromoteToFp64() if preset.widens else nullcontext():
+    mode = PromoteToFp64() if preset.widens else None
+    if mode is not None:
+        run_backward_in(mode)
+    with nullcontext() if mode is None else mode:
         try:
             _run(words[0], facts, module=options["module"])
         finally:

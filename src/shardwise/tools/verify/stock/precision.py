@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.tools.verify import watching
-from shardwise.tools.verify.script import PromoteToFp64
+from shardwise.tools.verify.script import PromoteToFp64, run_backward_in
 from shardwise.tools.verify.stock import zero_shards
 
 
@@ -39,24 +38,7 @@ def widen(*, promotes: bool) -> None:
     if promotes:
         mode = PromoteToFp64(creates=True)
         mode.__enter__()  # type: ignore[no-untyped-call]
-        _run_backward_in(mode)
-
-
-def _run_backward_in(mode: TorchFunctionMode) -> None:
-    """Activate a mode in backward passes too, for the backward methods of autograd functions.
-
-    `Tensor.backward` and `torch.autograd.backward` are functions that a mode handles, and a mode is
-    inactive while it handles a function.
-    """
-    module: Any = torch.autograd
-    plain: Callable[..., Any] = module._engine_run_backward
-
-    @wraps(plain)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return plain(*args, **kwargs)
-
-    module._engine_run_backward = run
+        run_backward_in(mode)
 
 
 def _set_argument(kind: Any, name: str, value: Any) -> None:
