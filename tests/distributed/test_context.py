@@ -729,7 +729,7 @@ def test_compiled_equals_one_process(group, parts, axes, backend, problem):
     expected = plain(problem)
     problem = replace(problem, settings={"compile": True, **problem.settings})
     size = parts * axes.get("tensor", 1)
-    for ours in group(size, context=parts, **axes)(compiled, problem, backend, limit=300):
+    for ours in group(size, context=parts, **axes)(compiled, problem, backend, limit=380):
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         for key, value in expected["values"].items():
             torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
