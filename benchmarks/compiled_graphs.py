@@ -9,7 +9,6 @@ that it is compiled. "Compiled" is the largest number of graphs of one piece of 
 graph breaks are torch's own.
 """
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -45,17 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = figure.parser(__doc__)
     figure.add_numbers(parser, {"steps": 20})
     parser.add_argument("--only", choices=RUNS, metavar="FLAGS", help="one set of flags")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.worker:
-        _train(options.steps)
-        return 0
+    options = figure.parse_unless_worker(parser, arguments, _train)
     facts = figure.begin()
     rows, found = [], {}
     for flags in RUNS if options.only is None else [options.only]:
-        command = [sys.executable, "-m", "shardwise", "run", "-n", "2", "--compile", *flags.split()]
-        command += [__file__, "--worker", f"--steps={options.steps}"]
-        told = found[flags] = figure.result_of(command)
+        told = found[flags] = figure.run_workers(__file__, f"--compile {flags}", options.steps)
         reasons = "; ".join(told["reasons"]) or "none"
         rows.append([flags or "data parallel", *map(str, told["counts"]), reasons])
     head = ["flags", "compiled", "graphs", "graph breaks", "reasons"]

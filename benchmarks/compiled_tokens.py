@@ -9,7 +9,6 @@ bytes that each worker sends to the other in a step in collectives of its replic
 parameters, on the first worker.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -24,16 +23,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import figure
 import shardwise as sw
+from compiled_graphs import PLAN
 from context_worker import LongLlama
 from shardwise.comm import Collectives
 from workloads import Llama
 
-RUNS = ("", "--sequence-parallel", "--compile", "--compile --sequence-parallel")
+RUNS = ("--tensor 2", "--tensor 2 --sequence-parallel", "--tensor 2 --compile",
+        "--tensor 2 --compile --sequence-parallel")  # fmt: skip
 SIZE = Llama(name="tokens", width=256, layers=4, heads=8, kv_heads=4, inner=704, vocabulary=512,
              sequence=256, batch=4)  # fmt: skip
-PLAN = {"blocks.*.gate": "colwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
-        "blocks.*": sw.Attention(qkv=("query", "key", "value"), out="out", heads="heads",
-                                 kv_heads="kv_heads")}  # fmt: skip
+ATTENTION = sw.Attention(qkv=("query", "key", "value"), out="out", heads="heads",
+                         kv_heads="kv_heads")  # fmt: skip
 WARM_UP = 3
 
 
@@ -41,21 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure each set of flags in each round, and print one table."""
     parser = figure.parser(__doc__)
     figure.add_numbers(parser, {"rounds": 3, "steps": 10})
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.worker:
-        _train(options.steps)
-        return 0
+    options = figure.parse_unless_worker(parser, arguments, _train)
     facts = figure.begin()
     found: dict[str, list[dict[str, float]]] = {flags: [] for flags in RUNS}
     for _ in range(options.rounds):
         for flags, rounds in found.items():
-            command = [sys.executable, "-m", "shardwise", "run", "-n", "2", "--tensor", "2"]
-            command += [*flags.split(), __file__, "--worker", f"--steps={options.steps}"]
-            rounds.append(figure.result_of(command))
+            rounds.append(figure.run_workers(__file__, flags, options.steps))
     rows = [
         [
-            f"--tensor 2 {flags}".strip(),
+            flags,
             f"{median(each['ms'] for each in rounds):.0f}",
             f"{rounds[0]['sent'] / figure.MB:.1f}",
             f"{rounds[0]['kept'] / figure.MB:.1f}",
@@ -88,7 +82,7 @@ def _train(steps: int) -> None:
     world = sw.init(seed=0, quiet=True)
     model = LongLlama(SIZE)
     optimizer = torch.optim.AdamW(model.parameters())
-    engine = sw.Engine(model, optimizer, tensor_plan=PLAN)
+    engine = sw.Engine(model, optimizer, tensor_plan=PLAN | {"blocks.*": ATTENTION})
     memories = {p.untyped_storage().data_ptr() for p in model.parameters()}
     counts, times, kept = {"sent": 0}, [], {}
 

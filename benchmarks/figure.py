@@ -3,7 +3,8 @@
 import argparse
 import json
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,26 @@ def keep(options: argparse.Namespace, facts: Mapping[str, str], **figures: objec
     """Write the result file if --json names one."""
     if options.json:
         machine.write_json(options.json, {"machine": facts} | figures)
+
+
+def parse_unless_worker(
+    flags: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    train: Callable[[int], None],
+) -> argparse.Namespace:
+    """Parse the command line. In a process of `run_workers`, call `train(steps)` and exit."""
+    flags.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = flags.parse_args(arguments)
+    if options.worker:
+        train(options.steps)
+        sys.exit()
+    return options
+
+
+def run_workers(script: str, flags: str, steps: int) -> Any:
+    """Run `script` on two workers with the `flags` of `shardwise run`, and return its result."""
+    command = [sys.executable, "-m", "shardwise", "run", "-n", "2", *flags.split()]
+    return result_of([*command, script, "--worker", f"--steps={steps}"])
 
 
 def result_of(command: Sequence[str], **options: Any) -> Any:

@@ -15,7 +15,7 @@ WIDTH, WORDS, LONGEST = 8, 11, 16
 
 
 class Core(nn.Module):
-    """Attention with a softmax of its own, causal by default."""
+    """Attention that calls softmax itself. Causal unless it gets a mask."""
 
     def forward(
         self,
@@ -138,30 +138,35 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Problem:
-    """A training, with `rows` x `lengths` tokens in the micro-batches of each step."""
+    """A training whose micro-batches have `rows` x `length` tokens."""
 
     optimizer: str = "sgd"
     steps: int = 3
     rows: tuple[int, ...] = (2,)
     length: int = 9
     shrinks: int = 0
-    """Number of tokens by which each micro-batch is shorter than the one before."""
+    """Each micro-batch has this many fewer tokens than the one before."""
     heads: int = 4
     groups: int = 4
     mask: str = ""
-    """What attention gets as a mask: "padding" of bidirectional attention, "documents", a sliding
-    "window", or a "bias" of each head by the distance of two tokens. Empty for causal attention.
-    With "offsets", attention gets the offsets of documents in the flattened rows instead."""
+    """The mask of attention. Empty for causal attention.
+
+    "padding"    bidirectional attention to the tokens that are not padding
+    "documents"  causal attention within documents
+    "window"     causal attention to the last tokens
+    "bias"       a bias of each head, by the distance of two tokens
+    "offsets"    no mask, but the offsets of documents in the flattened rows
+    """
     unlabelled: int = 0
-    """Number of first tokens without labels, so that some ranks have tokens but no loss."""
+    """The number of first tokens without labels, so that some ranks have tokens but no loss."""
     own_mean: bool = False
     """True if the script divides the loss by its own number of labels, which may be 0."""
     experts: dict[str, Any] | None = None
     """Options of `sw.MoE` in each block, or None for dense blocks."""
     dropout: float = 0.0
-    """Probability with which attention drops a score."""
+    """The probability that attention drops a score."""
     own_core: bool = False
-    """True to compute attention in a module with a softmax of its own."""
+    """True to compute attention in a module that calls softmax itself."""
     first: bool = False
     """True for sequences along dimension 0: (length, rows)."""
     scheduled: bool = False
@@ -201,7 +206,7 @@ class Problem:
             labels[torch.rand(shape) < 0.3] = -100
             if self.mask == "padding":
                 labels[~mask] = -100
-            elif self.mask == "offsets":  # True where a document begins
+            elif self.mask == "offsets":  # True at the first token of a document
                 mask = torch.rand(shape) < 0.4
                 mask[:, 0] = True
             elif self.mask:

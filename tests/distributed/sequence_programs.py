@@ -85,6 +85,12 @@ def written_inside(b, x):
     return x + b.down(h + x.detach().mean(-1, keepdim=True) * view)
 
 
+def reads_weights(b, x):
+    """Read sizes and dtypes of split weights, as T5 does."""
+    h = b.up(x).reshape(-1, b.up.weight.shape[0]).to(b.down.weight.dtype)
+    return x + b.down(h.tanh()).view(x.shape)
+
+
 def gathering(b, x):
     return x + b.wide(x).tanh() * b.scale
 
@@ -355,7 +361,7 @@ def differentiated(b, x):
 
 REGIONS = [
     region, gated, shared_gated, used_inside, stopped_gate, in_place_after_region, gathering,
-    gathering_inside, nested, written_inside,
+    gathering_inside, nested, written_inside, reads_weights,
 ]  # fmt: skip
 PIECES = [
     without_grad, gathered_without_grad_first, grad_inside, detached, reversed_gradient,

@@ -124,7 +124,7 @@ def alone(piece, *, first):
                 programs.with_object,
             ),
         ],
-        [([programs.written_inside], programs.plain)],
+        [([programs.written_inside, programs.reads_weights], programs.plain)],
         *(
             pytest.param(
                 [(alone(each, first=first),) for each in pieces[start : start + 10]],
@@ -153,6 +153,11 @@ def test_programs_equal_one_process(group, chosen):
 )
 def test_programs_equal_one_process_with_settings(group, settings):
     accepts(group, [(ALIKE, programs.plain)], **settings)
+
+
+def test_split_weights_have_sizes_of_parts_between_layers(group):
+    chosen = [([programs.reads_weights],)]
+    accepts(group, chosen, shapes=SHAPES[:1], sequence_parallel=False)
 
 
 @pytest.mark.full

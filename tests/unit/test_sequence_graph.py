@@ -1,12 +1,14 @@
-"""Nodes of a graph are judged by the functions that eager code would report for them."""
+"""Graphs of compiled units that are split by tokens: functions of nodes, and stand-ins."""
 
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 from shardwise.parallel.tensor.compiled_sequences import _torch_function_of
+from shardwise.parallel.tensor.compiled_stand_ins import StandIns
 from shardwise.parallel.tensor.torch_functions import ELEMENTWISE, ELEMENTWISE_IN_PLACE
 
 
@@ -43,3 +45,10 @@ def test_operator_in_graph_is_judged_like_eager_call(target, order):
     for known in (ELEMENTWISE, ELEMENTWISE_IN_PLACE):
         assert (found in known) == (func in known)
     assert [each is tensor for each in found_args] == [each is spy for each in args]
+
+
+def test_sparse_tensor_gets_no_stand_in():
+    sparse = torch.eye(4).to_sparse()
+    stand_ins = StandIns(SimpleNamespace(group=SimpleNamespace(size=2, rank=0)))
+    (found,) = stand_ins.insert((sparse,), replace_first=True)
+    assert found is sparse

@@ -9,7 +9,7 @@ split_model.py            splits models, gathers full parameters, restores the m
 parallel_layers.py        classes of split modules: column-wise, row-wise, embedding
 region_collectives.py     collectives of tensor-parallel regions, with their backward passes
 compiled_collectives.py   the same collectives as operators in compiled graphs
-compiled_sequences.py     splits compiled graphs by tokens
+compiled_sequences.py     splits compiled graphs by tokens; compiled_stand_ins.py replaces inputs
 compiled_units.py         compiles units with split layers, and checks their graphs
 replica.py                enters and leaves regions; replica_randomness.py seeds them
 graph_paths.py            rejects operations that no trial covered; user_hooks.py rejects hooks

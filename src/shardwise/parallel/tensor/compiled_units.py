@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel.tensor import compiled_collectives, graph_paths
-from shardwise.parallel.tensor.compiled_sequences import GraphOfParts, StandIns
+from shardwise.parallel.tensor.compiled_sequences import GraphOfParts
+from shardwise.parallel.tensor.compiled_stand_ins import StandIns
 from shardwise.parallel.tensor.parallel_layers import TensorParallelModule, on_local_tensors
 from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.sequence_parallel import SequenceShard, gather_nested
@@ -175,7 +176,7 @@ class _GraphCheck(fx.Interpreter):
         self._starts: list[Any] = []
 
     def run_on_fakes(self) -> None:
-        """Run the graph on the fake tensors with which torch has traced it."""
+        """Run the graph on the fake tensors of torch's trace."""
         # The inputs of the backend are real: collectives would run while other ranks compile
         # nothing.
         values = [n.meta["example_value"] for n in self._nodes if n.op == "placeholder"]

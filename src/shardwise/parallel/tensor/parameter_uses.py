@@ -130,6 +130,9 @@ class ParameterUses:
             and all(_is_watched(kind) and not getattr(kind, "is_split", False) for kind in types)
         ):
             return _call_plain(func, args, kwargs)
+        # The compiler cannot trace frames. This keeps reads such as `weight.dtype` in the graph.
+        if func in METADATA and torch.compiler.is_dynamo_compiling():
+            return self._form(func, args, kwargs)
         # The engine works on this rank's parts. Only user code expects full parameters. Frame 2 is
         # the caller of `torch_function`.
         if _called_by_this_library(sys._getframe(2)):
@@ -170,7 +173,12 @@ class ParameterUses:
     def _form(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the part's metadata inside a tensor-parallel region, else the full parameter's."""
         split, first = self._split, args[0]
-        if func not in SIZES or split is None or split.replica.in_region:
+        if (
+            func not in SIZES
+            or split is None
+            or split.replica.graph_left_region_open
+            or split.replica.in_region
+        ):
             return _call_plain(func, args, kwargs)
         shape = split.whole_shape(first)
         if shape is None:
