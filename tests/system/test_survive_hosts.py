@@ -212,14 +212,24 @@ def test_a_replica_is_lost(
     ends(shardwise, ran, kind, left)
 
 
-def on_each_host(shardwise: Launcher, hosts: Lab, *words: str, count: int = 2) -> list[Ran]:
-    """Start the same command on `count` hosts, and return how each has ended."""
+def on_each_host(
+    shardwise: Launcher, hosts: Lab, *words: str, count: int = 2, torchrun: bool = False
+) -> list[Ran]:
+    """Start the same command on `count` hosts, and return how each has ended.
+
+    With `torchrun`, it is torchrun that starts `shardwise run` on each host.
+    """
     started = []
-    for node in reversed(hosts.nodes[:count]):  # the first host may start last
-        shardwise.enter = node.enter(shardwise.folder)
-        meeting = ("--nnodes", str(count), "--rdzv-endpoint", "node1:29500")
-        secret = {"SHARDWISE_SECRET": "of these hosts, long enough"}
-        started.append(shardwise.start("run", *meeting, *words, env=secret))
+    meeting = ("--nnodes", str(count), "--rdzv-endpoint", "node1:29500")
+    secret = {"SHARDWISE_SECRET": "of these hosts, long enough"}
+    for number in reversed(range(count)):  # the first host may start last
+        shardwise.enter = hosts.nodes[number].enter(shardwise.folder)
+        if torchrun:
+            agent = (sys.executable, "-m", "torch.distributed.run", *meeting)
+            one = ("--nproc-per-node", "1", "--node-rank", str(number), "--no-python")
+            shardwise.enter += [*agent, *one]
+        ours = () if torchrun else meeting
+        started.append(shardwise.start("run", *ours, *words, env=secret))
     return [shardwise.finish(process) for process in reversed(started)]
 
 
@@ -242,6 +252,14 @@ def test_command_was_started_on_each_host(
     if "HOST" in kill:  # nothing there could remove its agent's folder
         (folder,) = shardwise.folders_left()
         shutil.rmtree(folder)
+
+
+def test_torchrun_starts_the_command_on_each_host(shardwise: Launcher, hosts: Lab) -> None:
+    flags = ("--nproc-per-node", "2", "--survive", "1", "--zero", "2", "--host-timeout", "3")
+    words = (script("survives"), "plain", "adamw", "out", "2:reduce:6")
+    ran, other = on_each_host(shardwise, hosts, *flags, *words, torchrun=True)
+    ends(shardwise, ran, "adamw", [0, 1, 3])
+    assert other.code == 0, other.err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ the same, with --survive    an agent on each, by srun     allocations.py, ssh/ma
 another allocation          ssh to each of its hosts      allocations.py, ssh/many_hosts.py
 --nnodes                    torch's elastic agent         elastic.py
 the same, with --survive    an agent on each              nodes.py, ssh/many_hosts.py
+torchrun, with --survive    the same                      net/torchrun_store.py, nodes.py
 """
 
 import os
@@ -48,8 +49,11 @@ def run(request: LaunchRequest) -> int:
     Raises LaunchError if the ranks cannot be started.
     """
     named = request.hosts is not None or request.hostfile is not None
+    survives = request.settings.get("survive", "0") != "0"
     if request.nnodes is None:
         outer = launcher_detection.around_command()
+        if survives and not named and outer.launcher == "torchrun" and outer.size > 1:
+            return _in_torchrun(request, outer)
         is_service = outer.launcher in launcher_detection.SERVICES
         if outer.launcher == platforms.SKYPILOT.launcher and not named and outer.rank:
             # SkyPilot runs the same command on every node. Node 0 starts all ranks over ssh.
@@ -60,7 +64,6 @@ def run(request: LaunchRequest) -> int:
         if not (is_service and has_hosts and outer.rank == 0):
             _refuse_in_every_rank(outer)
     # Hosts named by the user take precedence over the allocation, and --nnodes over both.
-    survives = request.settings.get("survive", "0") != "0"
     by_srun = request.nnodes is None and not named and slurm.needs_srun(os.environ)
     by_srun = by_srun and not survives  # srun would end all ranks with the lost one
     # With srun and no --port, the launcher does not set MASTER_ADDR and MASTER_PORT, so the user
@@ -71,12 +74,49 @@ def run(request: LaunchRequest) -> int:
     )
     if request.nnodes is not None:
         return _by_torch(request, passed)
-    for flag in ("node_rank", "rdzv_endpoint"):
-        if getattr(request, flag) is not None:
-            raise LaunchError(f"--{flag.replace('_', '-')} needs --nnodes, the number of hosts.")
+    _refuse_meeting(request)
     if by_srun:
         return _by_srun(request, passed)
     return _by_ourselves(request, passed)
+
+
+def _refuse_meeting(request: LaunchRequest) -> None:
+    for flag in ("node_rank", "rdzv_endpoint"):
+        if getattr(request, flag) is not None:
+            raise LaunchError(f"--{flag.replace('_', '-')} needs --nnodes, the number of hosts.")
+
+
+def _in_torchrun(request: LaunchRequest, outer: Identity) -> int:
+    """Join the other hosts, on each of which torchrun has started this command (`--survive`).
+
+    Returns the exit code of the run.
+    """
+    from shardwise.net import torchrun_store  # imports torch, which other launchers do not need
+
+    _refuse_meeting(request)
+    if not torchrun_store.has_store():
+        _refuse_in_every_rank(outer)
+    if outer.local_size != 1:
+        raise LaunchError(
+            f"torchrun has started this command {outer.local_size} times on this host. With "
+            "--survive, write --nproc-per-node 1 for torchrun, and the number of workers of each "
+            f"host after shardwise run: torchrun --nproc-per-node 1 -m shardwise run "
+            f"--nproc-per-node {outer.local_size} --survive {request.settings['survive']} train.py"
+        )
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0":
+        raise LaunchError(
+            f"torchrun --max-restarts {restarts} with --survive: after the loss of one host, "
+            "torchrun would start the workers of all hosts again. Write --max-restarts 0 for "
+            f"torchrun, and --restarts {restarts} after shardwise run."
+        )
+    if outer.rank == 0 and "quiet" not in request.settings:
+        print(f"shardwise: {torchrun_store.exposed()}", file=sys.stderr, flush=True)
+    passed = environment.passed_variables(os.environ, request.pass_on, request.interface)
+    with torchrun_store.shared_port(outer, nodes.JOIN_LIMIT) as port:
+        meeting = {"nnodes": str(outer.size), "rdzv_endpoint": f"{outer.address}:{port}"}
+        joined = LaunchRequest(**{**vars(request), **meeting, "node_rank": outer.rank})
+        return _by_torch(joined, passed, is_first=outer.rank == 0)
 
 
 def _by_ourselves(
@@ -176,7 +216,9 @@ def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     return 0
 
 
-def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
+def _by_torch(
+    request: LaunchRequest, passed: Mapping[str, str], *, is_first: bool | None = None
+) -> int:
     """Replace this process with torch's elastic agent, which starts this host's ranks.
 
     Returns only for a dry run, or with `--survive` the exit code of the run (see `_by_nodes`).
@@ -203,7 +245,7 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
         request.nnodes, request.rdzv_endpoint, request.node_rank, name
     )
     if survives:
-        return _by_nodes(request, passed, meeting)
+        return _by_nodes(request, passed, meeting, is_first)
     command = program.command(request.words[0], request.words[1:], module=request.module)
     address = elastic.own_address(meeting, request.interface)
     words = elastic.agent_command(
@@ -227,11 +269,14 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _by_nodes(
-    request: LaunchRequest, passed: Mapping[str, str], meeting: elastic.ElasticRendezvous
+    request: LaunchRequest,
+    passed: Mapping[str, str],
+    meeting: elastic.ElasticRendezvous,
+    is_first: bool | None,
 ) -> int:
     """Join the other hosts, and start the ranks of all hosts if this is the first one.
 
-    Returns the exit code of the run.
+    By default, the first one is the host of `--rdzv-endpoint`. Returns the exit code of the run.
     """
     if meeting.fewest < meeting.most:
         raise LaunchError(
@@ -255,7 +300,7 @@ def _by_nodes(
     secret = nodes.find_secret(meeting.most)
     # Every host has it, and it must not travel unencrypted.
     passed = {name: passed[name] for name in passed if name != environment.SECRET_VARIABLE}
-    is_first = network.is_here(Host(meeting.host))
+    is_first = network.is_here(Host(meeting.host)) if is_first is None else is_first
     if request.dry_run:
         does = "accepts the other hosts and starts all ranks" if is_first else "joins"
         print(

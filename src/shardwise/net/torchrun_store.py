@@ -4,6 +4,9 @@ Anybody who can reach that store can read and write it, so it must not hold the 
 single host, rank 0 writes the secret to a file that only the same user can read. On several hosts,
 the user supplies the secret. If the user supplies none, anybody who can reach the store can join
 the run, and rank 0 prints a warning.
+
+With `--survive`, torchrun starts `shardwise run` once on each host instead. These commands only
+exchange a port through the store.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import os
 import re
 import secrets as tokens
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise.config import FLAGS_VARIABLE
 from shardwise.errors import LaunchError
-from shardwise.net import environment, private_files
+from shardwise.net import environment, network, private_files
 from shardwise.net.identity import Identity
 from shardwise.net.rendezvous import Rendezvous, here
 
@@ -28,6 +33,7 @@ STARTS = "TORCHELASTIC_RESTART_COUNT"
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable that torchrun sets to "True" if its agent provides a store."""
 
+_PORT = "port of shardwise run"
 _FILE = re.compile("secret-[0-9a-f]{16}")
 
 
@@ -59,11 +65,42 @@ def meet(identity: Identity, timeout: float) -> Rendezvous:
     Raises LaunchError if some ranks do not register in time. The message names them. Raises
     RuntimeError if the store cannot be reached.
     """
-    limit = timedelta(seconds=timeout)
-    found, _, _ = next(rendezvous("env://", timeout=limit))
+    return _meet_on(_agent_store(timeout), identity, timeout)
+
+
+def _agent_store(timeout: float) -> Store:
+    found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
     # The store survives a restart of the ranks. The prefix hides the previous start's keys.
-    store = PrefixStore(f"start {os.environ.get(STARTS, 0)}", found)
-    return _meet_on(store, identity, timeout)
+    return PrefixStore(f"start {os.environ.get(STARTS, 0)}", found)
+
+
+@contextmanager
+def shared_port(identity: Identity, timeout: float) -> Iterator[int]:
+    """Yield a port that is free on the host of rank 0, which sends its number to the other ranks.
+
+    It stays reserved as by `network.reserve_port`. Raises LaunchError if rank 0 sends none within
+    `timeout` seconds.
+    """
+    with ExitStack() as stack:
+        try:
+            store = _agent_store(timeout)
+            if identity.rank == 0:
+                reserved = stack.enter_context(network.reserve_port("0.0.0.0"))
+                store.set(_PORT, str(reserved.getsockname()[1]))
+                # torchrun may start this command again, with the same store.
+                stack.callback(_delete, store, _PORT)
+            port = int(store.get(_PORT))
+        except RuntimeError as error:
+            raise LaunchError(
+                f"The command on the host of rank 0 ({identity.address}) did not send its port "
+                f"through torchrun's store ({error}). Look for an error in its output."
+            ) from None
+        yield port
+
+
+def _delete(store: Store, key: str) -> None:
+    with suppress(RuntimeError):  # torchrun has ended
+        store.delete_key(key)
 
 
 def _meet_on(store: Store, identity: Identity, timeout: float) -> Rendezvous:
