@@ -152,6 +152,11 @@ def test_spares_on_other_hosts_replace_lost_ranks(
     words = ["steps", "adamw", "out", *kills]
     ran = survive(shardwise, hosts, where, *words, zero=zero, most=1, flags=flags)
     hosts.clear()
+    ends_with_spares(shardwise, ran, size, left)
+
+
+def ends_with_spares(shardwise: Launcher, ran: Ran, size: int, left: list[int]) -> None:
+    """Check that `left` have finished. Those from `size` on have joined as spares."""
     assert ran.code == 0, ran.err
     found = re.findall(rf"rank (\d+) is (\d+) of {len(left)} after step {STEPS}", ran.out)
     order = [int(rank) for rank, _ in sorted(found, key=lambda each: int(each[1]))]
@@ -213,15 +218,21 @@ def test_a_replica_is_lost(
 
 
 def on_each_host(
-    shardwise: Launcher, hosts: Lab, *words: str, count: int = 2, torchrun: bool = False
+    shardwise: Launcher,
+    hosts: Lab,
+    *words: str,
+    count: int = 2,
+    torchrun: bool = False,
+    ranks: int = 0,
 ) -> list[Ran]:
     """Start the same command on `count` hosts, and return how each has ended.
 
-    With `torchrun`, it is torchrun that starts `shardwise run` on each host.
+    With `torchrun`, it is torchrun that starts `shardwise run` on each host. `ranks` is the number
+    of ranks of a run with spares.
     """
     started = []
     meeting = ("--nnodes", str(count), "--rdzv-endpoint", "node1:29500")
-    secret = {"SHARDWISE_SECRET": "of these hosts, long enough"}
+    environ = {"SHARDWISE_SECRET": "of these hosts, long enough", "TESTS_RANKS": str(ranks)}
     for number in reversed(range(count)):  # the first host may start last
         shardwise.enter = hosts.nodes[number].enter(shardwise.folder)
         if torchrun:
@@ -229,7 +240,7 @@ def on_each_host(
             one = ("--nproc-per-node", "1", "--node-rank", str(number), "--no-python")
             shardwise.enter += [*agent, *one]
         ours = () if torchrun else meeting
-        started.append(shardwise.start("run", *ours, *words, env=secret))
+        started.append(shardwise.start("run", *ours, *words, env=environ))
     return [shardwise.finish(process) for process in reversed(started)]
 
 
@@ -260,6 +271,17 @@ def test_torchrun_starts_the_command_on_each_host(shardwise: Launcher, hosts: La
     ran, other = on_each_host(shardwise, hosts, *flags, *words, torchrun=True)
     ends(shardwise, ran, "adamw", [0, 1, 3])
     assert other.code == 0, other.err
+
+
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_spares_wait_on_a_host_that_has_joined(
+    shardwise: Launcher, hosts: Lab, torchrun: bool
+) -> None:
+    flags = ("-n", "2", "--survive", "1", "--spares", "1", "--zero", "2", "--host-timeout", "3")
+    words = (*flags, script("survives"), "steps", "adamw", "out", "1:backward:2")
+    ran, *others = on_each_host(shardwise, hosts, *words, count=3, torchrun=torchrun, ranks=2)
+    ends_with_spares(shardwise, ran, 2, [0, 2])
+    assert [other.code for other in others] == [0, 0], others
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from shardwise.launch.ssh.agent import main as run_as_agent
 from shardwise.launch.ssh.command import LINK
 from shardwise.messages.printable import many
 from shardwise.net import authentication, environment, network, rpc
-from shardwise.net.hosts import Host, Share
+from shardwise.net.hosts import Host
 
 JOIN_LIMIT = 600.0
 """Seconds until all hosts must have joined. Also the default of torch's elastic agent."""
@@ -61,7 +61,7 @@ _OUT, _ERR, _CODE = b"o", b"e", b"c"
 
 @dataclass(frozen=True)
 class Node:
-    """The report of a host that joins: its number, its ranks, and the port for its link.
+    """The report of a host that joins: its number, its slots, and the port for its link.
 
     `name` is a random name of the process that waits for the link, and part of its role.
     """
@@ -78,12 +78,12 @@ class Nodes:
     """The hosts of a run, from the view of the first one.
 
     Args:
-        shares: The ranks of each host.
+        hosts: The hosts and their slots, by --node-rank or in the order of joining.
         ssh: The command that replaces ssh.
         code: Exit code of the run, which is sent to all hosts at the end.
     """
 
-    shares: tuple[Share, ...]
+    hosts: tuple[Host, ...]
     ssh: tuple[str, ...]
     code: int = 1
 
@@ -109,7 +109,7 @@ def accepted(
     Args:
         meeting: The number of hosts, and the address where they join.
         secret: The secret of the run.
-        count: Number of ranks on this host.
+        count: Number of slots on this host.
         command: The program and the settings, which must be the same on all hosts.
 
     Raises:
@@ -152,7 +152,7 @@ def accepted(
                         del joined[former]
                 joined[connection] = node
         found = [Node("", meeting.node_rank, count, 0), *joined.values()]
-        result.shares, result.ssh = _shares(found), _link_words(found)
+        result.hosts, result.ssh = _hosts(found), _link_words(found)
         yield result
 
 
@@ -203,8 +203,8 @@ def _has_ended(connection: rpc.Connection) -> bool:
     return bool(select.select([connection.socket], [], [], 0)[0])
 
 
-def _shares(found: Sequence[Node]) -> tuple[Share, ...]:
-    """Number the ranks, by --node-rank or in the order of joining."""
+def _hosts(found: Sequence[Node]) -> tuple[Host, ...]:
+    """Order the hosts by --node-rank, or as they have joined."""
     numbers = [node.number for node in found]
     given = [number for number in numbers if number is not None]
     if given and len(set(given)) < len(numbers):
@@ -213,12 +213,7 @@ def _shares(found: Sequence[Node]) -> tuple[Share, ...]:
             "on all of them."
         )
     ordered = sorted(found, key=lambda node: node.number or 0)  # stable: in order of arrival
-    shares: list[Share] = []
-    first = 0
-    for node in ordered:
-        shares.append(Share(Host(node.address or "localhost", node.count), first, node.count))
-        first += node.count
-    return tuple(shares)
+    return tuple(Host(node.address or "localhost", node.count) for node in ordered)
 
 
 def _link_words(found: Sequence[Node]) -> tuple[str, ...]:
@@ -244,7 +239,7 @@ def serve(
     Args:
         meeting: See `accepted`, also for the next arguments and the errors.
         secret: The secret of the run.
-        count: Number of ranks on this host.
+        count: Number of slots on this host.
         command: The program and the settings.
         patience: Seconds after which a first host that does not respond is considered lost.
     """

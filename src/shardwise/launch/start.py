@@ -24,7 +24,7 @@ from shardwise.launch.allocations import Allocation
 from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.ssh import many_hosts
 from shardwise.launch.ssh.command import LINK, ssh_command
-from shardwise.messages.printable import in_shell
+from shardwise.messages.printable import in_shell, many
 from shardwise.net import environment, hosts, network
 from shardwise.net.hosts import Host, Share
 from shardwise.net.identity import Identity
@@ -110,6 +110,12 @@ def _in_torchrun(request: LaunchRequest, outer: Identity) -> int:
             "torchrun would start the workers of all hosts again. Write --max-restarts 0 for "
             f"torchrun, and --restarts {restarts} after shardwise run."
         )
+    assert outer.address is not None
+    if network.is_loopback(outer.address):
+        raise LaunchError(
+            f"torchrun was started {outer.size} times on this host (MASTER_ADDR={outer.address}). "
+            "Start it once on each host. On a single host, write --nnodes 1."
+        )
     if outer.rank == 0 and "quiet" not in request.settings:
         print(f"shardwise: {torchrun_store.exposed()}", file=sys.stderr, flush=True)
     passed = environment.passed_variables(os.environ, request.pass_on, request.interface)
@@ -143,11 +149,6 @@ def _by_ourselves(
         raise LaunchError(
             f"--spares {spares} on other hosts needs workers on at least two hosts, which know "
             "each other's addresses. Divide the workers among the hosts, with fewer slots for each."
-        )
-    if not is_alone and spares and sum(len(share.spares) for share in shares) < spares:
-        raise LaunchError(
-            f"--spares {spares} cannot be combined with --nnodes on several hosts: no host knows "
-            "the others' free slots. Start the run with -H or --hostfile, or leave --spares out."
         )
     if is_alone and spares and size > 1:
         shares = [replace(shares[0], spares=tuple(range(size, size + spares)))]
@@ -235,7 +236,7 @@ def _by_torch(
     flags.refuse_without_effect(way, {**vars(request), **request.settings})
     if request.part_runner is not None:
         raise flags.started_by_others("with --nnodes")
-    if request.size is not None:
+    if request.size is not None and not survives:
         raise LaunchError(
             f"-n {request.size} cannot be combined with --nnodes, which may change the total "
             "number of ranks: give the ranks of each host with --nproc-per-node."
@@ -285,7 +286,8 @@ def _by_nodes(
         )
     count = request.per_host or _ranks_of_a_host(request)
     if meeting.host is None or meeting.most == 1:
-        return _by_ourselves(request, passed, [Share(Host("localhost"), 0, count)])
+        here = hosts.spread([Host("localhost", count)], total=request.size)
+        return _by_ourselves(request, passed, here)
     if request.pass_on:
         raise LaunchError(
             f"-x {request.pass_on[0].partition('=')[0]} with --nnodes and --survive: the hosts "
@@ -308,14 +310,32 @@ def _by_nodes(
             f"{meeting.host}, port {meeting.port}"
         )
         return 0
-    command = [request.words, request.module, dict(request.settings), meeting.most]
+    command = [request.words, request.module, dict(request.settings), meeting.most, request.size]
     if not is_first:
         patience = request.host_timeout or HOST_TIMEOUT
         return nodes.serve(meeting, secret, count, command, patience)
     with nodes.accepted(meeting, secret, count, command) as found:
         joined = {**vars(request), "ssh": shlex.join(found.ssh)}
-        found.code = _by_ourselves(LaunchRequest(**joined), passed, found.shares)
+        shares = _shares_of_nodes(found.hosts, request)
+        found.code = _by_ourselves(LaunchRequest(**joined), passed, shares)
         return found.code
+
+
+def _shares_of_nodes(named: Sequence[Host], request: LaunchRequest) -> list[Share]:
+    """Return the ranks and spares of the hosts of a run with `--nnodes`."""
+    slots = sum(host.slots or 1 for host in named)
+    if request.size is not None and request.size > slots:
+        raise LaunchError(
+            f"-n {request.size}: the {len(named)} hosts have {slots} slots in total. Increase "
+            f"--nproc-per-node, or write -n {slots} or less."
+        )
+    shares = hosts.spread(named, total=request.size, spares=_spares(request))
+    if len(shares) < len(named):
+        raise LaunchError(
+            f"-n {request.size}: {many(len(named) - len(shares), 'host')} of {len(named)} would "
+            "have no workers and no spares. Increase -n, or decrease --nnodes."
+        )
+    return shares
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
