@@ -238,12 +238,19 @@ def test_more_losses_at_once_than_allowed_are_refused(
 
 @pytest.mark.parametrize(
     ("launcher", "instead"),
-    [("torchrun", "-n N --survive 2`, or -H HOST1"), ("Slurm", "--survive 2` in the job script")],
+    [
+        ("Open MPI", "shardwise run -n N --survive 2`, or -H HOST1"),
+        ("Slurm", "shardwise run --survive 2` in the job script"),
+        (
+            "torchrun",
+            "torchrun ... --nproc-per-node 1 -m shardwise run --nproc-per-node 2 --survive 2 S",
+        ),
+    ],
 )
 def test_other_launchers_are_refused_with_the_command_to_use(launcher: str, instead: str) -> None:
     identity = Identity(launcher=launcher, rank=0, size=4, local_rank=0, local_size=2)
-    with pytest.raises(ConfigError, match=rf"started by {launcher}.*`shardwise run {instead}"):
-        check(Settings(survive=2), identity, torch.device("cpu"), {})
+    with pytest.raises(ConfigError, match=rf"started by {launcher}.*`{instead}"):
+        check(Settings(survive=2), identity, torch.device("cpu"), {"TORCHELASTIC_RUN_ID": "none"})
 
 
 def test_a_timeout_shorter_than_that_of_hosts_is_refused() -> None:

@@ -272,9 +272,9 @@ def check(
         instead = f"`shardwise run -n N {flag}`, or -H HOST1,HOST2 in place of -n N"
         if identity.launcher == "Slurm":
             instead = f"`shardwise run {flag}` in the job script, in place of srun"
-        elif identity.launcher == "torchrun":
+        elif identity.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ:
             words = f"-m shardwise run --nproc-per-node {identity.local_size} {flag} SCRIPT"
-            instead = f"`torchrun --nproc-per-node 1 {words}`, and torchrun's other flags"
+            instead = f"`torchrun ... --nproc-per-node 1 {words}`"
         raise ConfigError(
             f"{flag} needs a launcher that keeps the other workers alive. This run was started by "
             f"{identity.launcher}. Start it with {instead}, or leave --survive out."
