@@ -273,6 +273,31 @@ def test_torchrun_starts_the_command_on_each_host(shardwise: Launcher, hosts: La
     assert other.code == 0, other.err
 
 
+@pytest.mark.full
+def test_a_host_with_torchrun_is_lost(shardwise: Launcher, hosts: Lab) -> None:
+    """torchrun waits 300 s for the lost host after the run, so this test ends it."""
+
+    def end_torchrun() -> None:
+        files = [shardwise.folder / f"out-{rank}.pt" for rank in (0, 1)]
+        wait_until(lambda: all(file.exists() for file in files), 100)
+        wait_until(lambda: len(hosts.running(1, "survives.py")) == 1, 100)
+        shardwise.started[-1].kill()
+
+    thread = threading.Thread(target=end_torchrun)
+    thread.start()
+    flags = ("--nproc-per-node", "2", "--survive", "1", "--zero", "2", "--host-timeout", "3")
+    words = (script("survives"), "plain", "adamw", "out", "2:backward:5:HOST")
+    try:
+        ran, _ = on_each_host(shardwise, hosts, *flags, *words, torchrun=True)
+    finally:
+        thread.join()
+        hosts.clear()
+    assert "After the run, torchrun may wait up to 300 s for this host" in ran.err
+    check(shardwise.folder, "adamw", [0, 1])
+    for folder in shardwise.folders_left():  # of the lost agent
+        shutil.rmtree(folder)
+
+
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_spares_wait_on_a_host_that_has_joined(
     shardwise: Launcher, hosts: Lab, torchrun: bool

@@ -107,7 +107,7 @@ def _in_torchrun(request: LaunchRequest, outer: Identity) -> int:
     if restarts != "0":
         raise LaunchError(
             f"torchrun --max-restarts {restarts} with --survive: after the loss of one host, "
-            "torchrun would start the workers of all hosts again. Write --max-restarts 0 for "
+            "torchrun may start the workers of all hosts again. Write --max-restarts 0 for "
             f"torchrun, and --restarts {restarts} after shardwise run."
         )
     assert outer.address is not None
