@@ -141,9 +141,13 @@ class Survival:
     def _tolerates(self, error: PeerLost) -> bool:
         """Return whether a forward or backward pass may continue without the lost rank.
 
-        If so, `error` is stored, and the pass is part of a step that is repeated later.
+        If so, `error` is stored, and the pass is part of a step that is repeated later. Otherwise,
+        the text of `error` says so, unless it is in a step.
         """
         if not (self._is_noticing or (self.in_step and not self._is_strict)):
+            # Several calls may raise the same error.
+            if not self.in_step and not str(error).endswith(_OUTSIDE):
+                error.args = (f"{error} {_OUTSIDE}",)
             return False
         self.loss = error
         return True
@@ -230,6 +234,12 @@ class Survival:
         self._say(
             f"shardwise: lost {ranks_in_words(lost)} {what}, and {workers} after {seconds:.2f} s"
         )
+
+
+_OUTSIDE = (
+    "Outside of a training step, such as in an evaluation, --survive cannot continue after this "
+    "loss. Start again from the last checkpoint."
+)
 
 
 def divisions_of(settings: Settings, mesh: Mesh) -> Divisions:
