@@ -110,7 +110,7 @@ def test_no_secret_is_sent_to_other_hosts(monkeypatch: pytest.MonkeyPatch, tmp_p
         (["--spares", "2"], [(0, 2, ()), (2, 2, ()), (4, 2, (6, 7))]),
         (["-n", "4", "--spares", "2"], [(0, 2, ()), (2, 2, ()), (0, 0, (4, 5))]),
         (["-n", "3", "--spares", "2"], [(0, 2, ()), (2, 1, (3,)), (0, 0, (4,))]),
-        (["-n", "7"], "-n 7: the 3 hosts have 6 slots in total. Increase --nproc-per-node, or w"),
+        (["-n", "7"], "-n 7: 3 hosts with 6 slots in total. Increase --nproc-per-node, or w"),
         (["-n", "2"], "-n 2: 2 hosts of 3 would have no workers and no spares"),
         (["-n", "2", "--spares", "4"], "--spares 4 on other hosts needs workers on at least two"),
     ],
@@ -138,6 +138,17 @@ def test_workers_and_spares_are_divided_among_the_slots(
         return
     (spec,) = specs
     assert [(share.first, share.count, share.spares) for share in spec.shares] == expected
+
+
+def test_the_number_of_workers_of_a_single_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    words = ["run", "--nnodes", "1", "-n", "4", "--survive", "1", "--device", "cpu", "--dry-run"]
+    assert cli.main([*words, str(tmp_path / "train.py")]) == 0
+    assert capsys.readouterr().out.startswith("4 ranks on 1 host;")
+    assert cli.main([*words, "--nproc-per-node", "1", str(tmp_path / "train.py")]) == 2
+    assert "-n 4: 1 host with 1 slot in total. Increase" in capsys.readouterr().err
 
 
 def test_hosts_derive_the_same_secret_for_a_run() -> None:

@@ -93,9 +93,9 @@ def find_secret(nnodes: int) -> bytes:
     secret = environment.given_secret(os.environ)
     if not secret:
         raise LaunchError(
-            f"--survive with --nnodes {nnodes} needs a secret that is the same on all hosts, "
-            f"because they start programs for each other: export {environment.SECRET_VARIABLE}="
-            "$(openssl rand -hex 32)"
+            f"--survive on {nnodes} hosts needs a secret that is the same on all of them, because "
+            f"they start programs for each other. Set {environment.SECRET_VARIABLE} on each host "
+            "to the same output of `openssl rand -hex 32`."
         )
     return secret.encode()
 
@@ -124,14 +124,21 @@ def accepted(
         address = _listen_address(meeting)
         instead = "Write another port in --rdzv-endpoint, the same on all hosts."
         until = time.monotonic() + JOIN_LIMIT
-        with (
-            network.listen(address, meeting.port, instead) as listener,
-            rpc.Acceptor(listener, secret, _join_role(meeting.port)) as acceptor,
-        ):
-            others = f"{many(meeting.most - 1, 'other host')} at {address}, port {meeting.port}"
+        # torchrun's store is at the port of `meeting`.
+        listener = network.listen(address, 0 if meeting.store else meeting.port, instead)
+        port = listener.getsockname()[1]
+        with listener, rpc.Acceptor(listener, secret, _join_role(port)) as acceptor:
+            others = f"{many(meeting.most - 1, 'other host')} at {address}, port {port}"
             print(f"shardwise: waiting for {others}", file=sys.stderr, flush=True)
+            if meeting.store is not None:
+                meeting.store.publish(port)
             while len(joined) < meeting.most - 1:
-                if (connection := acceptor.accept(until)) is None:
+                connection = acceptor.accept(min(until, time.monotonic() + AGAIN))
+                if connection is None and time.monotonic() < until:
+                    if meeting.store is not None:
+                        meeting.store.check()
+                    continue
+                if connection is None:
                     raise LaunchError(
                         f"Only {len(joined) + 1} of {meeting.most} hosts have joined within "
                         f"{JOIN_LIMIT:g} s. Run the same command on each host."
@@ -153,6 +160,8 @@ def accepted(
                 joined[connection] = node
         found = [Node("", meeting.node_rank, count, 0), *joined.values()]
         result.hosts, result.ssh = _hosts(found), _link_words(found)
+        if meeting.store is not None:
+            meeting.store.mark_started()
         yield result
 
 
@@ -165,16 +174,23 @@ def _agent_role(name: str) -> bytes:
 
 
 def _listen_address(meeting: ElasticRendezvous) -> str:
-    """Return the address of --rdzv-endpoint. For a loopback address, return all interfaces."""
+    """Return the address of --rdzv-endpoint. For a loopback address, return all interfaces.
+
+    Also if torchrun has started this command, and reaches this host by an address of a router.
+    """
+    assert meeting.host is not None
+    is_here = meeting.store is None or network.is_here(Host(meeting.host))
     try:
         found = str(socket.getaddrinfo(meeting.host, meeting.port)[0][4][0])
     except OSError as error:
+        if not is_here:
+            return "0.0.0.0"
         raise LaunchError(
-            f"{meeting.host} (--rdzv-endpoint) is the name of this host, but has no address: "
+            f"{meeting.host} ({meeting.origin}) is the name of this host, but has no address: "
             f"{error.strerror}. Write an address at which the other hosts reach this one."
         ) from None
     # Some systems resolve a host's own name to 127.0.1.1, which other hosts cannot reach.
-    if ip_address(found.partition("%")[0]).is_loopback:
+    if not is_here or ip_address(found.partition("%")[0]).is_loopback:
         return "::" if ":" in found else "0.0.0.0"
     return found
 
@@ -244,9 +260,8 @@ def serve(
         patience: Seconds after which a first host that does not respond is considered lost.
     """
     assert meeting.host is not None
-    place = meeting.host, meeting.port
     agents: list[subprocess.Popen[bytes]] = []
-    with _reach(place, secret) as connection, Signals() as signals:
+    with _reach(meeting, secret) as connection, Signals() as signals:
         listener = rpc.listen(str(connection.socket.getsockname()[0]))
         port = listener.getsockname()[1]
         name = secrets.token_hex()
@@ -320,26 +335,31 @@ class NodeAgent(Agent):
                 workers.ask_to_leave()
 
 
-def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
+def _reach(meeting: ElasticRendezvous, secret: bytes) -> rpc.Connection:
     """Connect to the first host, which may start later than this one."""
+    assert meeting.host is not None
     until, is_first = time.monotonic() + JOIN_LIMIT, True
+    port = meeting.port if meeting.store is None else meeting.store.port(JOIN_LIMIT)
+    where = f"{meeting.host}:{port}"
     while True:
+        if meeting.store is not None:
+            meeting.store.check()
         try:
             soon = min(until, time.monotonic() + REACH)
-            return rpc.connect(place, secret, _join_role(place[1]), soon)
+            return rpc.connect((meeting.host, port), secret, _join_role(port), soon)
         except rpc.Unproven as error:
             raise LaunchError(
-                f"{place[0]}:{place[1]} does not accept this host: {error}. Set the same "
+                f"{where} does not accept this host: {error}. Set the same "
                 f"{environment.SECRET_VARIABLE} on all hosts."
             ) from None
         except OSError as error:
             if time.monotonic() > until:
                 raise LaunchError(
-                    f"{place[0]}:{place[1]} (--rdzv-endpoint) cannot be reached: {error}. Run the "
-                    "same command there, and check the address."
+                    f"{where} ({meeting.origin}) cannot be reached: {error}. Run the same command "
+                    "there, and check the address."
                 ) from None
             if is_first:
-                words = f"shardwise: waiting for {place[0]}:{place[1]} (--rdzv-endpoint): {error}"
+                words = f"shardwise: waiting for {where} ({meeting.origin}): {error}"
                 print(words, file=sys.stderr, flush=True)
                 is_first = False
             time.sleep(AGAIN)
