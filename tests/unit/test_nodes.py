@@ -74,9 +74,10 @@ def test_hosts_with_the_same_number_are_refused() -> None:
         meet((0, 0), COMMAND)
 
 
-def test_a_host_with_another_command_is_refused() -> None:
+def test_a_host_with_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError, match=r"has joined with another command.*other\.py"):
         meet((0, 1), [["other.py"], *COMMAND[1:]])
+    assert "the first host has failed: 127.0.0.1 has joined with" in capsys.readouterr().err
 
 
 def test_no_secret_is_sent_to_other_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

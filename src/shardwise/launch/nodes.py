@@ -33,7 +33,7 @@ from shardwise.launch.signals import Signals
 from shardwise.launch.ssh.agent import Agent
 from shardwise.launch.ssh.agent import main as run_as_agent
 from shardwise.launch.ssh.command import LINK
-from shardwise.messages.printable import many
+from shardwise.messages.printable import many, printable
 from shardwise.net import authentication, environment, network, rpc
 from shardwise.net.hosts import Host
 
@@ -120,7 +120,7 @@ def accepted(
     with ExitStack() as stack:
         result = Nodes((), ())
         # Also if this host raises an error, so that the others do not wait for it.
-        stack.callback(lambda: _send_code(joined, result.code))
+        stack.push(lambda _, error, __: _send_code(joined, result.code, error))
         address = _listen_address(meeting)
         instead = "Write another port in --rdzv-endpoint, the same on all hosts."
         until = time.monotonic() + JOIN_LIMIT
@@ -145,8 +145,8 @@ def accepted(
                     )
                 try:
                     node = _described(connection, command)
-                except LaunchError:
-                    _send_code([connection], result.code)
+                except LaunchError as error:
+                    _send_code([connection], result.code, error)
                     raise
                 if node is None:
                     connection.close()
@@ -237,11 +237,14 @@ def _link_words(found: Sequence[Node]) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", LINK, *places)
 
 
-def _send_code(connections: Iterable[rpc.Connection], code: int) -> None:
+def _send_code(
+    connections: Iterable[rpc.Connection], code: int, error: BaseException | None
+) -> None:
+    """Send the exit code of the run to other hosts, and the error that has ended it here."""
     for connection in connections:
         with suppress(OSError):  # the host is lost
             connection.socket.settimeout(ANSWER_LIMIT)
-            connection.send(rpc.encode({"code": code}))
+            connection.send(rpc.encode({"code": code, "error": str(error or "")}))
         connection.close()
 
 
@@ -315,7 +318,13 @@ def _wait(
             # As if it had closed the connection.
             with suppress(OSError, authentication.Forged):
                 answer = connection.receive()
-            return None if answer is None else int(rpc.decode(answer)["code"])
+            if answer is None:
+                return None
+            said = rpc.decode(answer)
+            if said["error"]:
+                words = f"shardwise: the first host has failed: {printable(said['error'])}"
+                print(words, file=sys.stderr, flush=True)
+            return int(said["code"])
 
 
 class NodeAgent(Agent):
