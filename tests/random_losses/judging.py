@@ -128,7 +128,8 @@ def judge(run: Run, ran: Ran, folder: Path, *, lost: set[int], is_pair: bool) ->
         # Two ranks that were lost at nearly the same time may have been lost at once.
         if len(run.losses) > run.most and "were lost at once" in ran.err:
             return "too many at once", last
-        if " after an evaluation whose rows" in ran.err or "assert world.sum(" in ran.err:
+        calls = ("assert world.sum(", "seen = sum(")
+        if " after an evaluation whose rows" in ran.err or any(call in ran.err for call in calls):
             return "in the evaluation", last
         if run.replica > 1 and len(run.losses) > 1 and "no complete group of" in ran.err:
             return "no replica left", last

@@ -152,6 +152,11 @@ def test_spares_on_other_hosts_replace_lost_ranks(
     words = ["steps", "adamw", "out", *kills]
     ran = survive(shardwise, hosts, where, *words, zero=zero, most=1, flags=flags)
     hosts.clear()
+    ends_with_spares(shardwise, ran, size, left)
+
+
+def ends_with_spares(shardwise: Launcher, ran: Ran, size: int, left: list[int]) -> None:
+    """Check that `left` have finished. Those from `size` on have joined as spares."""
     assert ran.code == 0, ran.err
     found = re.findall(rf"rank (\d+) is (\d+) of {len(left)} after step {STEPS}", ran.out)
     order = [int(rank) for rank, _ in sorted(found, key=lambda each: int(each[1]))]
@@ -212,14 +217,30 @@ def test_a_replica_is_lost(
     ends(shardwise, ran, kind, left)
 
 
-def on_each_host(shardwise: Launcher, hosts: Lab, *words: str, count: int = 2) -> list[Ran]:
-    """Start the same command on `count` hosts, and return how each has ended."""
+def on_each_host(
+    shardwise: Launcher,
+    hosts: Lab,
+    *words: str,
+    count: int = 2,
+    torchrun: bool = False,
+    ranks: int = 0,
+) -> list[Ran]:
+    """Start the same command on `count` hosts, and return how each has ended.
+
+    With `torchrun`, it is torchrun that starts `shardwise run` on each host. `ranks` is the number
+    of ranks of a run with spares.
+    """
     started = []
-    for node in reversed(hosts.nodes[:count]):  # the first host may start last
-        shardwise.enter = node.enter(shardwise.folder)
-        meeting = ("--nnodes", str(count), "--rdzv-endpoint", "node1:29500")
-        secret = {"SHARDWISE_SECRET": "of these hosts, long enough"}
-        started.append(shardwise.start("run", *meeting, *words, env=secret))
+    meeting = ("--nnodes", str(count), "--rdzv-endpoint", "node1:29500")
+    environ = {"SHARDWISE_SECRET": "of these hosts, long enough", "TESTS_RANKS": str(ranks)}
+    for number in reversed(range(count)):  # the first host may start last
+        shardwise.enter = hosts.nodes[number].enter(shardwise.folder)
+        if torchrun:
+            agent = (sys.executable, "-m", "torch.distributed.run", *meeting)
+            one = ("--nproc-per-node", "1", "--node-rank", str(number), "--no-python")
+            shardwise.enter += [*agent, *one]
+        ours = () if torchrun else meeting
+        started.append(shardwise.start("run", *ours, *words, env=environ))
     return [shardwise.finish(process) for process in reversed(started)]
 
 
@@ -242,6 +263,50 @@ def test_command_was_started_on_each_host(
     if "HOST" in kill:  # nothing there could remove its agent's folder
         (folder,) = shardwise.folders_left()
         shutil.rmtree(folder)
+
+
+def test_torchrun_starts_the_command_on_each_host(shardwise: Launcher, hosts: Lab) -> None:
+    flags = ("--nproc-per-node", "2", "--survive", "1", "--zero", "2", "--host-timeout", "3")
+    words = (script("survives"), "plain", "adamw", "out", "2:reduce:6")
+    ran, other = on_each_host(shardwise, hosts, *flags, *words, torchrun=True)
+    ends(shardwise, ran, "adamw", [0, 1, 3])
+    assert other.code == 0, other.err
+
+
+@pytest.mark.full
+def test_a_host_with_torchrun_is_lost(shardwise: Launcher, hosts: Lab) -> None:
+    """torchrun waits 300 s for the lost host after the run, so this test ends it."""
+
+    def end_torchrun() -> None:
+        files = [shardwise.folder / f"out-{rank}.pt" for rank in (0, 1)]
+        wait_until(lambda: all(file.exists() for file in files), 100)
+        wait_until(lambda: len(hosts.running(1, "survives.py")) == 1, 100)
+        shardwise.started[-1].kill()
+
+    thread = threading.Thread(target=end_torchrun)
+    thread.start()
+    flags = ("--nproc-per-node", "2", "--survive", "1", "--zero", "2", "--host-timeout", "3")
+    words = (script("survives"), "plain", "adamw", "out", "2:backward:5:HOST")
+    try:
+        ran, _ = on_each_host(shardwise, hosts, *flags, *words, torchrun=True)
+    finally:
+        thread.join()
+        hosts.clear()
+    assert "After the run, torchrun may wait up to 300 s for this host" in ran.err
+    check(shardwise.folder, "adamw", [0, 1])
+    for folder in shardwise.folders_left():  # of the lost agent
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_spares_wait_on_a_host_that_has_joined(
+    shardwise: Launcher, hosts: Lab, torchrun: bool
+) -> None:
+    flags = ("-n", "2", "--survive", "1", "--spares", "1", "--zero", "2", "--host-timeout", "3")
+    words = (*flags, script("survives"), "steps", "adamw", "out", "1:backward:2")
+    ran, *others = on_each_host(shardwise, hosts, *words, count=3, torchrun=torchrun, ranks=2)
+    ends_with_spares(shardwise, ran, 2, [0, 2])
+    assert [other.code for other in others] == [0, 0], others
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             ["--nnodes", "2", "--rdzv-endpoint", "h:1", "--survive", "1"],
-            "--survive with --nnodes 2 needs a secret that is the same on all hosts",
+            "--survive on 2 hosts needs a secret that is the same on all of them",
         ),
         (
             ["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--survive", "1"],
@@ -73,11 +73,11 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             ["--nnodes", "2", "--survive", "1", "--ssh", "rsh"],
-            "--ssh rsh has no effect in a run with --nnodes and --survive",
+            "--ssh rsh has no effect in a run that is started on each host",
         ),
         (
             ["--nnodes", "2", "--rdzv-endpoint", "h:1", "--survive", "1", "-x", "KEY=secret"],
-            "-x KEY with --nnodes and --survive: the hosts would send its value to each other",
+            "-x KEY: the hosts would send its value to each other",
         ),
         (
             ["-H", "h1:2,h2", "-n", "2", "--survive", "1", "--spares", "1"],

@@ -148,7 +148,7 @@ class TestHosts:
     @pytest.mark.parametrize(
         ("total", "per_host", "message"),
         [
-            (9, None, r"-n 9: the 2 hosts have 8 slots in total. Increase their slots \(h1:5\)"),
+            (9, None, r"-n 9: 2 hosts with 8 slots in total. Increase their slots \(h1:5\)"),
             (0, None, "-n 0: a run has at least one rank"),
             (None, 2, "--nproc-per-node 2 contradicts the 4 slots of h1"),
         ],

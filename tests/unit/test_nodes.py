@@ -60,12 +60,12 @@ def meet(numbers: tuple[int | None, int | None], given: list[Any]) -> tuple[node
     return found, code
 
 
-def test_hosts_have_ranks_in_the_order_of_their_numbers() -> None:
-    for numbers, firsts in (((0, 1), [0, 2]), ((1, 0), [3, 0]), ((None, None), [0, 2])):
+def test_hosts_are_in_the_order_of_their_numbers() -> None:
+    here, other = Host("localhost", 2), Host("127.0.0.1", 3)
+    ordered = {(0, 1): (here, other), (1, 0): (other, here), (None, None): (here, other)}
+    for numbers, expected in ordered.items():
         found, code = meet(numbers, COMMAND)
-        shares = {share.host.name: share for share in found.shares}
-        assert [shares["localhost"].first, shares["127.0.0.1"].first] == firsts
-        assert [shares["localhost"].count, shares["127.0.0.1"].count] == [2, 3]
+        assert found.hosts == expected
         assert code == 7, "the exit code of the run"
 
 
@@ -74,9 +74,10 @@ def test_hosts_with_the_same_number_are_refused() -> None:
         meet((0, 0), COMMAND)
 
 
-def test_a_host_with_another_command_is_refused() -> None:
+def test_a_host_with_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError, match=r"has joined with another command.*other\.py"):
         meet((0, 1), [["other.py"], *COMMAND[1:]])
+    assert "the first host has failed: 127.0.0.1 has joined with" in capsys.readouterr().err
 
 
 def test_no_secret_is_sent_to_other_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_no_secret_is_sent_to_other_hosts(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     joined = nodes.Node("10.0.0.2", None, 1, 4321)
     found = [nodes.Node("", None, 1, 0), joined]
-    met = nodes.Nodes(nodes._shares(found), nodes._link_words(found))
+    met = nodes.Nodes(nodes._hosts(found), nodes._link_words(found))
     monkeypatch.setattr(nodes, "accepted", lambda *_: nullcontext(met))
     monkeypatch.setattr("shardwise.launch.start.many_hosts.run", run)
     monkeypatch.setenv(environment.SECRET_VARIABLE, SECRET.decode())
@@ -100,6 +101,55 @@ def test_no_secret_is_sent_to_other_hosts(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert cli.main(["run", *words, str(tmp_path / "train.py")]) == 0
     assert len(sent) == 2
     assert not any(SECRET in each for each in sent)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], [(0, 2, ()), (2, 2, ()), (4, 2, ())]),
+        (["-n", "5"], [(0, 2, ()), (2, 2, ()), (4, 1, ())]),
+        (["--spares", "2"], [(0, 2, ()), (2, 2, ()), (4, 2, (6, 7))]),
+        (["-n", "4", "--spares", "2"], [(0, 2, ()), (2, 2, ()), (0, 0, (4, 5))]),
+        (["-n", "3", "--spares", "2"], [(0, 2, ()), (2, 1, (3,)), (0, 0, (4,))]),
+        (["-n", "7"], "-n 7: 3 hosts with 6 slots in total. Increase --nproc-per-node, or w"),
+        (["-n", "2"], "-n 2: 2 hosts of 3 would have no workers and no spares"),
+        (["-n", "2", "--spares", "4"], "--spares 4 on other hosts needs workers on at least two"),
+    ],
+)
+def test_workers_and_spares_are_divided_among_the_slots(
+    words: list[str],
+    expected: list[tuple[int, int, tuple[int, ...]]] | str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As with -H."""
+    specs: list[RunSpec] = []
+    met = nodes.Nodes(tuple(Host(name, 2) for name in ("a", "b", "c")), ("link",))
+    monkeypatch.setattr(nodes, "accepted", lambda *_: nullcontext(met))
+    run = lambda spec, _: specs.append(spec) or 0  # noqa: E731
+    monkeypatch.setattr("shardwise.launch.start.many_hosts.run", run)
+    monkeypatch.setenv(environment.SECRET_VARIABLE, SECRET.decode())
+    (tmp_path / "train.py").touch()
+    place = ["--nnodes", "3", "--rdzv-endpoint", f"{socket.gethostname()}:1", "--survive", "1"]
+    code = cli.main(["run", *place, "--nproc-per-node", "2", *words, str(tmp_path / "train.py")])
+    if isinstance(expected, str):
+        assert code == 2
+        assert expected in capsys.readouterr().err
+        return
+    (spec,) = specs
+    assert [(share.first, share.count, share.spares) for share in spec.shares] == expected
+
+
+def test_the_number_of_workers_of_a_single_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    words = ["run", "--nnodes", "1", "-n", "4", "--survive", "1", "--device", "cpu", "--dry-run"]
+    assert cli.main([*words, str(tmp_path / "train.py")]) == 0
+    assert capsys.readouterr().out.startswith("4 ranks on 1 host;")
+    assert cli.main([*words, "--nproc-per-node", "1", str(tmp_path / "train.py")]) == 2
+    assert "-n 4: 1 host with 1 slot in total. Increase" in capsys.readouterr().err
 
 
 def test_hosts_derive_the_same_secret_for_a_run() -> None:

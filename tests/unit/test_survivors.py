@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import threading
@@ -238,12 +239,19 @@ def test_more_losses_at_once_than_allowed_are_refused(
 
 @pytest.mark.parametrize(
     ("launcher", "instead"),
-    [("torchrun", "-n N --survive 2`, or -H HOST1"), ("Slurm", "--survive 2` in the job script")],
+    [
+        ("Open MPI", "shardwise run -n N --survive 2`, or -H HOST1"),
+        ("Slurm", "shardwise run --survive 2` in the job script"),
+        (
+            "torchrun",
+            "torchrun ... --nproc-per-node 1 -m shardwise run --nproc-per-node 2 --survive 2 S",
+        ),
+    ],
 )
 def test_other_launchers_are_refused_with_the_command_to_use(launcher: str, instead: str) -> None:
     identity = Identity(launcher=launcher, rank=0, size=4, local_rank=0, local_size=2)
-    with pytest.raises(ConfigError, match=rf"started by {launcher}.*`shardwise run {instead}"):
-        check(Settings(survive=2), identity, torch.device("cpu"), {})
+    with pytest.raises(ConfigError, match=rf"started by {launcher}.*`{instead}"):
+        check(Settings(survive=2), identity, torch.device("cpu"), {"TORCHELASTIC_RUN_ID": "none"})
 
 
 def test_a_timeout_shorter_than_that_of_hosts_is_refused() -> None:
@@ -317,6 +325,21 @@ def test_a_lost_ranks_state_is_on_the_next_rank(
 def test_a_rank_lost_together_with_its_copy_is_refused(left: tuple[int, ...], named: str) -> None:
     with pytest.raises(CollectiveError, match=f"Ranks {named}.*last checkpoint"):
         holders((0, 1, 2, 3), left, (1, 2, 3, 0))
+
+
+def test_a_loss_in_an_evaluation_says_why_the_run_ends() -> None:
+    """With ZERO_3, forward passes gather parameters."""
+    group = SimpleNamespace(between_steps=None, tolerates=None)
+    survival = Survival(group, print)  # type: ignore[arg-type]
+    error = PeerLost("Rank 1 lost rank 2.")
+    for _ in range(2):
+        assert not survival._tolerates(error)
+    assert re.fullmatch(r"Rank 1 lost rank 2\. Outside of .* last checkpoint\.", str(error))
+    assert str(error).count("evaluation") == 1
+    survival.begins(plain=True)
+    error = PeerLost("Rank 1 lost rank 2.")
+    assert survival._tolerates(error)
+    assert str(error) == "Rank 1 lost rank 2."
 
 
 def test_a_break_ends_the_step_whose_passes_may_be_cut_off(solo: World) -> None:

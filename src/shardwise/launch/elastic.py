@@ -13,12 +13,15 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.config import FLAGS_VARIABLE, values
 from shardwise.errors import LaunchError
 from shardwise.net import environment, network
 from shardwise.net.python_command import python_words
+
+if TYPE_CHECKING:  # imports torch
+    from shardwise.net.torchrun_store import HostStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class ElasticRendezvous:
         port: Port of the rendezvous.
         node_rank: Index of this host, or None to number hosts in order of arrival.
         name: Name that distinguishes runs that use the same rendezvous endpoint.
+        store: If torchrun has started this command on each host, its store, which also is at `host`
+            and `port`. The first host then listens on another port.
     """
 
     fewest: int
@@ -40,6 +45,12 @@ class ElasticRendezvous:
     port: int
     node_rank: int | None
     name: str
+    store: "HostStore | None" = None
+
+    @property
+    def origin(self) -> str:
+        """The flag or the environment variable that provides `host`."""
+        return "--rdzv-endpoint" if self.store is None else "MASTER_ADDR"
 
     @classmethod
     def of(

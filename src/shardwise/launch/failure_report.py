@@ -298,12 +298,16 @@ def killed_line(rank: int, how: str) -> str:
     )
 
 
-def lost_host_line(why: str) -> str:
+def lost_host_line(why: str, environ: Mapping[str, str]) -> str:
     """Return the line that the launcher prints if the other ranks continue without a host.
 
-    `why` is the reason, as a sentence.
+    Args:
+        why: The reason, as a sentence.
+        environ: Environment variables. torchrun sets some of them.
     """
-    return f"shardwise: {why} The others continue without it (--survive).\n"
+    waits = environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    rest = " After the run, torchrun may wait up to 300 s for this host." if waits else ""
+    return f"shardwise: {why} The others continue without it (--survive).{rest}\n"
 
 
 def spare_line(rank: int, how: str) -> str:

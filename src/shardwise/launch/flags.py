@@ -142,7 +142,7 @@ _OF_OURS = ("grace", "port", *_OF_HOSTS)
 
 ON_THIS_HOST = "a run on this host alone"
 BY_SRUN = "a Slurm job, whose ranks srun starts"
-BY_NODES = "a run with --nnodes and --survive, which starts no ssh"
+BY_NODES = "a run that is started on each host, and needs no ssh"
 BY_TORCH = "a run with --nnodes, whose ranks torch's elastic agent starts"
 
 NO_EFFECT = {
@@ -153,8 +153,8 @@ NO_EFFECT = {
     },
     BY_SRUN: dict.fromkeys(("grace", "rdzv_id", *_OF_HOSTS), "give hosts with -H or --hostfile"),
     BY_NODES: {
-        **dict.fromkeys(("ssh", "ssh_port", "python"), "give hosts with -H instead of --nnodes"),
-        "rdzv_id": "use another port in --rdzv-endpoint for each run",
+        **dict.fromkeys(("ssh", "ssh_port", "python"), "start it once, with -H"),
+        "rdzv_id": "use another port for each run",
         "rendezvous": "start the ranks with mpirun or srun",
     },
     BY_TORCH: {

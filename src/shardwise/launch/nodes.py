@@ -33,9 +33,9 @@ from shardwise.launch.signals import Signals
 from shardwise.launch.ssh.agent import Agent
 from shardwise.launch.ssh.agent import main as run_as_agent
 from shardwise.launch.ssh.command import LINK
-from shardwise.messages.printable import many
+from shardwise.messages.printable import many, printable
 from shardwise.net import authentication, environment, network, rpc
-from shardwise.net.hosts import Host, Share
+from shardwise.net.hosts import Host
 
 JOIN_LIMIT = 600.0
 """Seconds until all hosts must have joined. Also the default of torch's elastic agent."""
@@ -61,7 +61,7 @@ _OUT, _ERR, _CODE = b"o", b"e", b"c"
 
 @dataclass(frozen=True)
 class Node:
-    """The report of a host that joins: its number, its ranks, and the port for its link.
+    """The report of a host that joins: its number, its slots, and the port for its link.
 
     `name` is a random name of the process that waits for the link, and part of its role.
     """
@@ -78,12 +78,12 @@ class Nodes:
     """The hosts of a run, from the view of the first one.
 
     Args:
-        shares: The ranks of each host.
+        hosts: The hosts and their slots, by --node-rank or in the order of joining.
         ssh: The command that replaces ssh.
         code: Exit code of the run, which is sent to all hosts at the end.
     """
 
-    shares: tuple[Share, ...]
+    hosts: tuple[Host, ...]
     ssh: tuple[str, ...]
     code: int = 1
 
@@ -93,9 +93,9 @@ def find_secret(nnodes: int) -> bytes:
     secret = environment.given_secret(os.environ)
     if not secret:
         raise LaunchError(
-            f"--survive with --nnodes {nnodes} needs a secret that is the same on all hosts, "
-            f"because they start programs for each other: export {environment.SECRET_VARIABLE}="
-            "$(openssl rand -hex 32)"
+            f"--survive on {nnodes} hosts needs a secret that is the same on all of them, because "
+            f"they start programs for each other. Set {environment.SECRET_VARIABLE} on each host "
+            "to the same output of `openssl rand -hex 32`."
         )
     return secret.encode()
 
@@ -109,7 +109,7 @@ def accepted(
     Args:
         meeting: The number of hosts, and the address where they join.
         secret: The secret of the run.
-        count: Number of ranks on this host.
+        count: Number of slots on this host.
         command: The program and the settings, which must be the same on all hosts.
 
     Raises:
@@ -120,26 +120,33 @@ def accepted(
     with ExitStack() as stack:
         result = Nodes((), ())
         # Also if this host raises an error, so that the others do not wait for it.
-        stack.callback(lambda: _send_code(joined, result.code))
+        stack.push(lambda _, error, __: _send_code(joined, result.code, error))
         address = _listen_address(meeting)
         instead = "Write another port in --rdzv-endpoint, the same on all hosts."
         until = time.monotonic() + JOIN_LIMIT
-        with (
-            network.listen(address, meeting.port, instead) as listener,
-            rpc.Acceptor(listener, secret, _join_role(meeting.port)) as acceptor,
-        ):
-            others = f"{many(meeting.most - 1, 'other host')} at {address}, port {meeting.port}"
+        # torchrun's store is at the port of `meeting`.
+        listener = network.listen(address, 0 if meeting.store else meeting.port, instead)
+        port = listener.getsockname()[1]
+        with listener, rpc.Acceptor(listener, secret, _join_role(port)) as acceptor:
+            others = f"{many(meeting.most - 1, 'other host')} at {address}, port {port}"
             print(f"shardwise: waiting for {others}", file=sys.stderr, flush=True)
+            if meeting.store is not None:
+                meeting.store.publish(port)
             while len(joined) < meeting.most - 1:
-                if (connection := acceptor.accept(until)) is None:
+                connection = acceptor.accept(min(until, time.monotonic() + AGAIN))
+                if connection is None and time.monotonic() < until:
+                    if meeting.store is not None:
+                        meeting.store.check()
+                    continue
+                if connection is None:
                     raise LaunchError(
                         f"Only {len(joined) + 1} of {meeting.most} hosts have joined within "
                         f"{JOIN_LIMIT:g} s. Run the same command on each host."
                     )
                 try:
                     node = _described(connection, command)
-                except LaunchError:
-                    _send_code([connection], result.code)
+                except LaunchError as error:
+                    _send_code([connection], result.code, error)
                     raise
                 if node is None:
                     connection.close()
@@ -152,7 +159,9 @@ def accepted(
                         del joined[former]
                 joined[connection] = node
         found = [Node("", meeting.node_rank, count, 0), *joined.values()]
-        result.shares, result.ssh = _shares(found), _link_words(found)
+        result.hosts, result.ssh = _hosts(found), _link_words(found)
+        if meeting.store is not None:
+            meeting.store.mark_started()
         yield result
 
 
@@ -165,16 +174,23 @@ def _agent_role(name: str) -> bytes:
 
 
 def _listen_address(meeting: ElasticRendezvous) -> str:
-    """Return the address of --rdzv-endpoint. For a loopback address, return all interfaces."""
+    """Return the address of --rdzv-endpoint. For a loopback address, return all interfaces.
+
+    Also if torchrun has started this command, and reaches this host by an address of a router.
+    """
+    assert meeting.host is not None
+    is_here = meeting.store is None or network.is_here(Host(meeting.host))
     try:
         found = str(socket.getaddrinfo(meeting.host, meeting.port)[0][4][0])
     except OSError as error:
+        if not is_here:
+            return "0.0.0.0"
         raise LaunchError(
-            f"{meeting.host} (--rdzv-endpoint) is the name of this host, but has no address: "
+            f"{meeting.host} ({meeting.origin}) is the name of this host, but has no address: "
             f"{error.strerror}. Write an address at which the other hosts reach this one."
         ) from None
     # Some systems resolve a host's own name to 127.0.1.1, which other hosts cannot reach.
-    if ip_address(found.partition("%")[0]).is_loopback:
+    if not is_here or ip_address(found.partition("%")[0]).is_loopback:
         return "::" if ":" in found else "0.0.0.0"
     return found
 
@@ -203,8 +219,8 @@ def _has_ended(connection: rpc.Connection) -> bool:
     return bool(select.select([connection.socket], [], [], 0)[0])
 
 
-def _shares(found: Sequence[Node]) -> tuple[Share, ...]:
-    """Number the ranks, by --node-rank or in the order of joining."""
+def _hosts(found: Sequence[Node]) -> tuple[Host, ...]:
+    """Order the hosts by --node-rank, or as they have joined."""
     numbers = [node.number for node in found]
     given = [number for number in numbers if number is not None]
     if given and len(set(given)) < len(numbers):
@@ -213,12 +229,7 @@ def _shares(found: Sequence[Node]) -> tuple[Share, ...]:
             "on all of them."
         )
     ordered = sorted(found, key=lambda node: node.number or 0)  # stable: in order of arrival
-    shares: list[Share] = []
-    first = 0
-    for node in ordered:
-        shares.append(Share(Host(node.address or "localhost", node.count), first, node.count))
-        first += node.count
-    return tuple(shares)
+    return tuple(Host(node.address or "localhost", node.count) for node in ordered)
 
 
 def _link_words(found: Sequence[Node]) -> tuple[str, ...]:
@@ -226,11 +237,14 @@ def _link_words(found: Sequence[Node]) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", LINK, *places)
 
 
-def _send_code(connections: Iterable[rpc.Connection], code: int) -> None:
+def _send_code(
+    connections: Iterable[rpc.Connection], code: int, error: BaseException | None
+) -> None:
+    """Send the exit code of the run to other hosts, and the error that has ended it here."""
     for connection in connections:
         with suppress(OSError):  # the host is lost
             connection.socket.settimeout(ANSWER_LIMIT)
-            connection.send(rpc.encode({"code": code}))
+            connection.send(rpc.encode({"code": code, "error": str(error or "")}))
         connection.close()
 
 
@@ -244,14 +258,13 @@ def serve(
     Args:
         meeting: See `accepted`, also for the next arguments and the errors.
         secret: The secret of the run.
-        count: Number of ranks on this host.
+        count: Number of slots on this host.
         command: The program and the settings.
         patience: Seconds after which a first host that does not respond is considered lost.
     """
     assert meeting.host is not None
-    place = meeting.host, meeting.port
     agents: list[subprocess.Popen[bytes]] = []
-    with _reach(place, secret) as connection, Signals() as signals:
+    with _reach(meeting, secret) as connection, Signals() as signals:
         listener = rpc.listen(str(connection.socket.getsockname()[0]))
         port = listener.getsockname()[1]
         name = secrets.token_hex()
@@ -305,7 +318,13 @@ def _wait(
             # As if it had closed the connection.
             with suppress(OSError, authentication.Forged):
                 answer = connection.receive()
-            return None if answer is None else int(rpc.decode(answer)["code"])
+            if answer is None:
+                return None
+            said = rpc.decode(answer)
+            if said["error"]:
+                words = f"shardwise: the first host has failed: {printable(said['error'])}"
+                print(words, file=sys.stderr, flush=True)
+            return int(said["code"])
 
 
 class NodeAgent(Agent):
@@ -325,26 +344,31 @@ class NodeAgent(Agent):
                 workers.ask_to_leave()
 
 
-def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
+def _reach(meeting: ElasticRendezvous, secret: bytes) -> rpc.Connection:
     """Connect to the first host, which may start later than this one."""
+    assert meeting.host is not None
     until, is_first = time.monotonic() + JOIN_LIMIT, True
+    port = meeting.port if meeting.store is None else meeting.store.port(JOIN_LIMIT)
+    where = f"{meeting.host}:{port}"
     while True:
+        if meeting.store is not None:
+            meeting.store.check()
         try:
             soon = min(until, time.monotonic() + REACH)
-            return rpc.connect(place, secret, _join_role(place[1]), soon)
+            return rpc.connect((meeting.host, port), secret, _join_role(port), soon)
         except rpc.Unproven as error:
             raise LaunchError(
-                f"{place[0]}:{place[1]} does not accept this host: {error}. Set the same "
+                f"{where} does not accept this host: {error}. Set the same "
                 f"{environment.SECRET_VARIABLE} on all hosts."
             ) from None
         except OSError as error:
             if time.monotonic() > until:
                 raise LaunchError(
-                    f"{place[0]}:{place[1]} (--rdzv-endpoint) cannot be reached: {error}. Run the "
-                    "same command there, and check the address."
+                    f"{where} ({meeting.origin}) cannot be reached: {error}. Run the same command "
+                    "there, and check the address."
                 ) from None
             if is_first:
-                words = f"shardwise: waiting for {place[0]}:{place[1]} (--rdzv-endpoint): {error}"
+                words = f"shardwise: waiting for {where} ({meeting.origin}): {error}"
                 print(words, file=sys.stderr, flush=True)
                 is_first = False
             time.sleep(AGAIN)

@@ -7,6 +7,7 @@ the same, with --survive    an agent on each, by srun     allocations.py, ssh/ma
 another allocation          ssh to each of its hosts      allocations.py, ssh/many_hosts.py
 --nnodes                    torch's elastic agent         elastic.py
 the same, with --survive    an agent on each              nodes.py, ssh/many_hosts.py
+torchrun, with --survive    the same                      net/torchrun_store.py, nodes.py
 """
 
 import os
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from shardwise.errors import LaunchError
 from shardwise.launch import allocations, elastic, flags, nodes, one_host, program, resources
@@ -23,13 +25,16 @@ from shardwise.launch.allocations import Allocation
 from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.ssh import many_hosts
 from shardwise.launch.ssh.command import LINK, ssh_command
-from shardwise.messages.printable import in_shell
+from shardwise.messages.printable import in_shell, many
 from shardwise.net import environment, hosts, network
 from shardwise.net.hosts import Host, Share
 from shardwise.net.identity import Identity
 from shardwise.net.launchers import detection as launcher_detection
 from shardwise.net.launchers import platforms, slurm
 from shardwise.net.python_command import python_words
+
+if TYPE_CHECKING:  # imports torch
+    from shardwise.net.torchrun_store import HostStore
 
 GRACE = 5.0
 """Default number of seconds between asking ranks to exit and killing them."""
@@ -48,8 +53,11 @@ def run(request: LaunchRequest) -> int:
     Raises LaunchError if the ranks cannot be started.
     """
     named = request.hosts is not None or request.hostfile is not None
+    survives = request.settings.get("survive", "0") != "0"
     if request.nnodes is None:
         outer = launcher_detection.around_command()
+        if survives and not named and outer.launcher == "torchrun" and outer.size > 1:
+            return _in_torchrun(request, outer)
         is_service = outer.launcher in launcher_detection.SERVICES
         if outer.launcher == platforms.SKYPILOT.launcher and not named and outer.rank:
             # SkyPilot runs the same command on every node. Node 0 starts all ranks over ssh.
@@ -60,7 +68,6 @@ def run(request: LaunchRequest) -> int:
         if not (is_service and has_hosts and outer.rank == 0):
             _refuse_in_every_rank(outer)
     # Hosts named by the user take precedence over the allocation, and --nnodes over both.
-    survives = request.settings.get("survive", "0") != "0"
     by_srun = request.nnodes is None and not named and slurm.needs_srun(os.environ)
     by_srun = by_srun and not survives  # srun would end all ranks with the lost one
     # With srun and no --port, the launcher does not set MASTER_ADDR and MASTER_PORT, so the user
@@ -71,12 +78,69 @@ def run(request: LaunchRequest) -> int:
     )
     if request.nnodes is not None:
         return _by_torch(request, passed)
-    for flag in ("node_rank", "rdzv_endpoint"):
-        if getattr(request, flag) is not None:
-            raise LaunchError(f"--{flag.replace('_', '-')} needs --nnodes, the number of hosts.")
+    _refuse_meeting(request, "needs --nnodes, the number of hosts")
     if by_srun:
         return _by_srun(request, passed)
     return _by_ourselves(request, passed)
+
+
+def _refuse_meeting(request: LaunchRequest, why: str) -> None:
+    for flag in ("node_rank", "rdzv_endpoint"):
+        if getattr(request, flag) is not None:
+            raise LaunchError(f"--{flag.replace('_', '-')} {why}.")
+
+
+def _in_torchrun(request: LaunchRequest, outer: Identity) -> int:
+    """Join the other hosts, on each of which torchrun has started this command (`--survive`).
+
+    Returns the exit code of the run.
+    """
+    from shardwise.net import torchrun_store  # imports torch, which other launchers do not need
+
+    if not torchrun_store.has_store():
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise LaunchError(
+                f"torchrun has no store for this command ({torchrun_store.AGENT} is not True), and "
+                "--survive needs one. Start torchrun with --master-addr and --node-rank, or with "
+                "--rdzv-backend c10d and without TORCH_DISABLE_SHARE_RDZV_TCP_STORE."
+            )
+        _refuse_in_every_rank(outer)
+    count = int(os.environ.get("GROUP_WORLD_SIZE", outer.size))
+    if outer.size != count or outer.local_size != 1:
+        raise LaunchError(
+            f"torchrun has started this command {outer.size} times on {many(count, 'host')}. With "
+            "--survive, write --nproc-per-node 1 for torchrun on each host, and its number of "
+            "workers after shardwise run: torchrun --nproc-per-node 1 -m shardwise run "
+            f"--nproc-per-node {outer.local_size} --survive {request.settings['survive']} train.py"
+        )
+    store = torchrun_store.HostStore(outer)
+    with store.telling_others():
+        _check_torchrun(request, outer)
+        if outer.rank == 0 and "quiet" not in request.settings and torchrun_store.exposed():
+            print(f"shardwise: {torchrun_store.exposed()}", file=sys.stderr, flush=True)
+        passed = environment.passed_variables(os.environ, request.pass_on, request.interface)
+        place = {"nnodes": str(count), "rdzv_endpoint": f"{outer.address}:{outer.port}"}
+        joined = LaunchRequest(**{**vars(request), **place, "node_rank": outer.rank})
+        return _by_torch(joined, passed, store)
+
+
+def _check_torchrun(request: LaunchRequest, outer: Identity) -> None:
+    """Raise LaunchError if torchrun has started this command in a way that cannot survive."""
+    _refuse_meeting(request, "is a flag of torchrun here: write it before -m shardwise run")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0":
+        raise LaunchError(
+            f"torchrun --max-restarts {restarts} with --survive: after the loss of one host, "
+            "torchrun may start the workers of all hosts again. Write --max-restarts 0 for "
+            f"torchrun, and --restarts {restarts} after shardwise run."
+        )
+    assert outer.address is not None
+    # The first host's own name may resolve to 127.0.1.1 there.
+    if network.is_loopback(outer.address) or (outer.rank and network.is_here(Host(outer.address))):
+        raise LaunchError(
+            f"torchrun was started several times on this host (MASTER_ADDR={outer.address}). Start "
+            "it once on each host. On a single host, write --nnodes 1."
+        )
 
 
 def _by_ourselves(
@@ -103,11 +167,6 @@ def _by_ourselves(
         raise LaunchError(
             f"--spares {spares} on other hosts needs workers on at least two hosts, which know "
             "each other's addresses. Divide the workers among the hosts, with fewer slots for each."
-        )
-    if not is_alone and spares and sum(len(share.spares) for share in shares) < spares:
-        raise LaunchError(
-            f"--spares {spares} cannot be combined with --nnodes on several hosts: no host knows "
-            "the others' free slots. Start the run with -H or --hostfile, or leave --spares out."
         )
     if is_alone and spares and size > 1:
         shares = [replace(shares[0], spares=tuple(range(size, size + spares)))]
@@ -176,24 +235,27 @@ def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     return 0
 
 
-def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
+def _by_torch(
+    request: LaunchRequest, passed: Mapping[str, str], store: "HostStore | None" = None
+) -> int:
     """Replace this process with torch's elastic agent, which starts this host's ranks.
 
     Returns only for a dry run, or with `--survive` the exit code of the run (see `_by_nodes`).
     """
     assert request.nnodes is not None
+    how = "--nnodes" if store is None else "torchrun"
     if request.hosts is not None or request.hostfile is not None or request.shown is not None:
         raise LaunchError(
-            "--nnodes cannot be combined with -H, --hostfile or --show: with --nnodes you start "
-            "the command on each host, with the others one command starts all ranks. Use one or "
-            "the other."
+            f"{how} cannot be combined with -H, --hostfile or --show: with {how} you start the "
+            "command on each host, with the others one command starts all ranks. Use one or the "
+            "other."
         )
     survives = request.settings.get("survive", "0") != "0"
     way = flags.BY_NODES if survives else flags.BY_TORCH
     flags.refuse_without_effect(way, {**vars(request), **request.settings})
     if request.part_runner is not None:
-        raise flags.started_by_others("with --nnodes")
-    if request.size is not None:
+        raise flags.started_by_others(f"with {how}")
+    if request.size is not None and not survives:
         raise LaunchError(
             f"-n {request.size} cannot be combined with --nnodes, which may change the total "
             "number of ranks: give the ranks of each host with --nproc-per-node."
@@ -203,7 +265,7 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
         request.nnodes, request.rdzv_endpoint, request.node_rank, name
     )
     if survives:
-        return _by_nodes(request, passed, meeting)
+        return _by_nodes(request, passed, replace(meeting, store=store))
     command = program.command(request.words[0], request.words[1:], module=request.module)
     address = elastic.own_address(meeting, request.interface)
     words = elastic.agent_command(
@@ -231,7 +293,8 @@ def _by_nodes(
 ) -> int:
     """Join the other hosts, and start the ranks of all hosts if this is the first one.
 
-    Returns the exit code of the run.
+    The first one is the host of `--rdzv-endpoint`, or of torchrun's rank 0. Returns the exit code
+    of the run.
     """
     if meeting.fewest < meeting.most:
         raise LaunchError(
@@ -240,12 +303,13 @@ def _by_nodes(
         )
     count = request.per_host or _ranks_of_a_host(request)
     if meeting.host is None or meeting.most == 1:
-        return _by_ourselves(request, passed, [Share(Host("localhost"), 0, count)])
+        slots = request.per_host or request.size or count
+        here = hosts.spread([Host("localhost", slots)], total=request.size)
+        return _by_ourselves(request, passed, here)
     if request.pass_on:
         raise LaunchError(
-            f"-x {request.pass_on[0].partition('=')[0]} with --nnodes and --survive: the hosts "
-            "would send its value to each other without encryption. Leave -x out, and set the "
-            "variable on each host."
+            f"-x {request.pass_on[0].partition('=')[0]}: the hosts would send its value to each "
+            "other without encryption. Leave -x out, and set the variable on each host."
         )
     if network.is_loopback(meeting.host):
         raise LaunchError(
@@ -255,7 +319,8 @@ def _by_nodes(
     secret = nodes.find_secret(meeting.most)
     # Every host has it, and it must not travel unencrypted.
     passed = {name: passed[name] for name in passed if name != environment.SECRET_VARIABLE}
-    is_first = network.is_here(Host(meeting.host))
+    store = meeting.store
+    is_first = network.is_here(Host(meeting.host)) if store is None else store.is_first
     if request.dry_run:
         does = "accepts the other hosts and starts all ranks" if is_first else "joins"
         print(
@@ -263,14 +328,32 @@ def _by_nodes(
             f"{meeting.host}, port {meeting.port}"
         )
         return 0
-    command = [request.words, request.module, dict(request.settings), meeting.most]
+    command = [request.words, request.module, dict(request.settings), meeting.most, request.size]
     if not is_first:
         patience = request.host_timeout or HOST_TIMEOUT
         return nodes.serve(meeting, secret, count, command, patience)
     with nodes.accepted(meeting, secret, count, command) as found:
         joined = {**vars(request), "ssh": shlex.join(found.ssh)}
-        found.code = _by_ourselves(LaunchRequest(**joined), passed, found.shares)
+        shares = _shares_of_nodes(found.hosts, request)
+        found.code = _by_ourselves(LaunchRequest(**joined), passed, shares)
         return found.code
+
+
+def _shares_of_nodes(named: Sequence[Host], request: LaunchRequest) -> list[Share]:
+    """Return the ranks and spares of the hosts of a run with `--nnodes`."""
+    slots = sum(host.slots or 1 for host in named)
+    if request.size is not None and request.size > slots:
+        raise LaunchError(
+            f"-n {request.size}: {many(len(named), 'host')} with {many(slots, 'slot')} in total. "
+            f"Increase --nproc-per-node, or write -n {slots} or less."
+        )
+    shares = hosts.spread(named, total=request.size, spares=_spares(request))
+    if len(shares) < len(named):
+        raise LaunchError(
+            f"-n {request.size}: {many(len(named) - len(shares), 'host')} of {len(named)} would "
+            "have no workers and no spares. Increase -n, or use fewer hosts."
+        )
+    return shares
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:

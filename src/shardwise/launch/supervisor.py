@@ -8,6 +8,7 @@ asked to stop, the supervisor first waits for ranks that save. The orphan reaper
 groups that outlive the supervisor.
 """
 
+import os
 import selectors
 import signal
 import time
@@ -356,7 +357,7 @@ class Supervisor:
             for host in waiting:
                 self._losses.remove(host.why)
                 self._killed.update(host.ranks)
-                self.say(failure_report.lost_host_line(host.why))
+                self.say(failure_report.lost_host_line(host.why, os.environ))
 
     def _stop_others(self) -> None:
         if self._is_patient:

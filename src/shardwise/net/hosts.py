@@ -19,6 +19,7 @@ from string import hexdigits
 
 from shardwise.config.values import MOST_ON_A_HOST, MOST_RANKS
 from shardwise.errors import LaunchError
+from shardwise.messages.printable import many
 
 LOOPBACK = "127.0.0.1"
 """The address of rank 0 if all ranks are on a single host."""
@@ -168,8 +169,9 @@ def spread(
         raise LaunchError(f"{sum(slots)} ranks: the limit for a run is {MOST_RANKS}.")
     if total is not None and total > sum(slots):
         raise LaunchError(
-            f"-n {total}: the {len(hosts)} hosts have {sum(slots)} slots in total. Increase their "
-            f"slots ({hosts[0].name}:{-(-total // len(hosts))}), or write -n {sum(slots)} or less."
+            f"-n {total}: {many(len(hosts), 'host')} with {many(sum(slots), 'slot')} in total. "
+            f"Increase their slots ({hosts[0].name}:{-(-total // len(hosts))}), or write "
+            f"-n {sum(slots)} or less."
         )
     if total is not None and total < 1:
         raise LaunchError(f"-n {total}: a run has at least one rank; write -n 1 or more.")

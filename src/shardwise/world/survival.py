@@ -141,9 +141,13 @@ class Survival:
     def _tolerates(self, error: PeerLost) -> bool:
         """Return whether a forward or backward pass may continue without the lost rank.
 
-        If so, `error` is stored, and the pass is part of a step that is repeated later.
+        If so, `error` is stored, and the pass is part of a step that is repeated later. Otherwise,
+        the text of `error` says so, unless it is in a step.
         """
         if not (self._is_noticing or (self.in_step and not self._is_strict)):
+            # Several calls may raise the same error.
+            if not self.in_step and not str(error).endswith(_OUTSIDE):
+                error.args = (f"{error} {_OUTSIDE}",)
             return False
         self.loss = error
         return True
@@ -232,6 +236,12 @@ class Survival:
         )
 
 
+_OUTSIDE = (
+    "Outside of a training step, such as in an evaluation, --survive cannot continue after this "
+    "loss. Start again from the last checkpoint."
+)
+
+
 def divisions_of(settings: Settings, mesh: Mesh) -> Divisions:
     """Return the sets of ranks that can continue after a loss."""
     axes = ("tensor", "pipeline", "context", "expert")
@@ -272,6 +282,9 @@ def check(
         instead = f"`shardwise run -n N {flag}`, or -H HOST1,HOST2 in place of -n N"
         if identity.launcher == "Slurm":
             instead = f"`shardwise run {flag}` in the job script, in place of srun"
+        elif identity.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ:
+            words = f"-m shardwise run --nproc-per-node {identity.local_size} {flag} SCRIPT"
+            instead = f"`torchrun ... --nproc-per-node 1 {words}`"
         raise ConfigError(
             f"{flag} needs a launcher that keeps the other workers alive. This run was started by "
             f"{identity.launcher}. Start it with {instead}, or leave --survive out."
