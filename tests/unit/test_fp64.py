@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.model.precision import PRESETS, ForwardPrecision, cast_models, is_cast, widen_states
+from shardwise.parallel.context.drawn_weights import DrawnWeights, _KeepsRead
 from shardwise.tools.verify.script import PromoteToFp64
 from shardwise.world.world import World
 
@@ -143,6 +144,13 @@ def test_script_that_creates_narrow_tensors_stays_in_fp64() -> None:
         assert torch.tensor([1, 2]).int().dtype == torch.int32
     with PromoteToFp64():
         assert torch.zeros(2, dtype=torch.float32).dtype == torch.float32
+
+
+def test_casts_of_a_script_below_other_modes_are_left_out() -> None:
+    wide = torch.ones(2, dtype=torch.float64)
+    # The trial of --context runs the model below its own mode.
+    with PromoteToFp64(), _KeepsRead(DrawnWeights(torch.device("cpu"))):
+        assert wide.to(torch.float32).dtype == torch.float64
 
 
 def test_initial_optimizer_state_is_cast() -> None:

@@ -69,7 +69,11 @@ def caller(depth: int) -> str | None:
 
 def is_called_by_torch(depth: int) -> bool:
     """Return whether the caller `depth` frames up is code of torch or Shardwise."""
-    return sys._getframe(depth + 1).f_code.co_filename.startswith(OURS)
+    frame = sys._getframe(depth + 1)
+    # A function mode, such as that of --context's trial, only passes the call of others on.
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(OURS)
 
 
 def module_of(depth: int) -> str:
