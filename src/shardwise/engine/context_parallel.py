@@ -71,6 +71,8 @@ class ContextParallel:
         sent = {name: in_bytes(round(cost * (1 - kept))) for name, cost in costs.items()}
         others = [f"{name} would send {cost}" for name, cost in sent.items() if name != method]
         why = (others or [f"{self.size} does not divide the heads of a worker"])[0]
+        if self._method == "auto" and costs[method] > min(costs.values()):  # flex attention
+            why += ", but does not balance causal masks"
         return (
             f"{_METHODS[method]}: {sent[method]} per worker, layer and micro-batch, forward and "
             f"backward ({why})"
