@@ -719,7 +719,7 @@ COMPILED: dict[str, tuple[int, dict[str, Any], str, Problem]] = {
 @pytest.mark.parametrize(
     ("parts", "axes", "backend", "problem"),
     [
-        pytest.param(*case, id=name, marks=[pytest.mark.full] if number else [])
+        pytest.param(*case, id=name, marks=pytest.mark.full if number else pytest.mark.slow)
         for number, (name, case) in enumerate(COMPILED.items())
     ],
 )

@@ -144,7 +144,9 @@ def test_programs_equal_one_process(group, chosen):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"zero": 3, "activations": "recomputed", "shapes": SHAPES[:2]},
+        pytest.param(
+            {"zero": 3, "activations": "recomputed", "shapes": SHAPES[:2]}, marks=pytest.mark.slow
+        ),
         pytest.param({"size": 3}, marks=pytest.mark.full),
         pytest.param({"backend": "inductor"}, marks=pytest.mark.full),
         pytest.param({"backend": "inductor", "zero": 3}, marks=pytest.mark.full),
