@@ -94,6 +94,30 @@ def test_stopped_reaper_does_not_block_launcher(
     assert not folder.exists()
 
 
+FORKS = """
+import os, sys, time
+from contextlib import ExitStack
+from subprocess import DEVNULL
+from shardwise.launch.function_fork import fork
+from shardwise.launch.orphan_reaper import OrphanReaper
+stack = ExitStack()
+begin = fork(lambda: time.sleep(60), (), stack)
+reaper = OrphanReaper()
+rank = begin({"OMP_NUM_THREADS": "1"}, (), (DEVNULL, None, None))
+print(rank.pid, flush=True)
+os._exit(0)  # before it registers the rank
+"""
+
+
+def test_forked_rank_registers_itself() -> None:
+    words = [sys.executable, "-c", FORKS]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    until = time.monotonic() + 5
+    while Path(f"/proc/{ran.stdout.strip()}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{ran.stdout.strip()}").exists()
+
+
 STOPS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path

@@ -24,6 +24,7 @@ from multiprocessing import popen_fork
 from multiprocessing.context import ForkProcess
 
 from shardwise.errors import LaunchError
+from shardwise.launch import orphan_reaper
 from shardwise.launch.worker import Begin, Process, Streams
 from shardwise.net import error_file, helper_folder
 from shardwise.net.environment import REPORTS_VARIABLE
@@ -89,6 +90,7 @@ class _ForkedRank(ForkProcess):
         atexit._clear()  # the registered callbacks belong to the parent
         atexit.register(vars(multiprocessing.util)["_exit_function"])
         os.setsid()
+        orphan_reaper.register_forked(self._closes)
         _redirect(self._streams)
         for fd in self._closes:
             with suppress(OSError):  # the list includes the descriptor that was used to create it

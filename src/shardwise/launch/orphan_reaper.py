@@ -20,9 +20,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 PATIENCE = 2.0
 """Seconds between SIGTERM and SIGKILL. Helper processes use this time to free shared memory."""
@@ -58,6 +59,7 @@ class OrphanReaper:
         assert self._process.stdin is not None
         # If the reaper is stopped, its pipe fills up. That must not block this process.
         os.set_blocking(self._process.stdin.fileno(), False)
+        _living.add(self)
         self._write(str(folder or ""))
 
     def started(self, group: int) -> None:
@@ -95,6 +97,23 @@ class OrphanReaper:
             os.write(self._process.stdin.fileno(), os.fsencode(f"{line}\n"))
         except (BrokenPipeError, BlockingIOError):  # the run continues without its reaper
             return
+
+
+_living: WeakSet[OrphanReaper] = WeakSet()
+
+
+def register_forked(descriptors: Collection[int]) -> None:
+    """Register the process group of this process with the reaper of the launcher that forked it.
+
+    Otherwise, a launcher that is killed before it registers the group would leave it behind.
+
+    Args:
+        descriptors: Descriptors that the launcher has opened. One of them is the reaper's input.
+    """
+    for reaper in _living:
+        stdin = reaper._process.stdin
+        if stdin is not None and not stdin.closed and stdin.fileno() in descriptors:
+            reaper._write(f"+{os.getpid()}")
 
 
 def end_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
