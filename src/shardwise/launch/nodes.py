@@ -134,11 +134,11 @@ def accepted(
                 meeting.store.publish(port)
             while len(joined) < meeting.most - 1:
                 connection = acceptor.accept(min(until, time.monotonic() + AGAIN))
-                if connection is None and time.monotonic() < until:
+                if connection is None:
                     if meeting.store is not None:
                         meeting.store.check()
-                    continue
-                if connection is None:
+                    if time.monotonic() < until:
+                        continue
                     raise LaunchError(
                         f"Only {len(joined) + 1} of {meeting.most} hosts have joined within "
                         f"{JOIN_LIMIT:g} s. Run the same command on each host."

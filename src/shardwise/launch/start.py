@@ -91,7 +91,7 @@ def _refuse_meeting(request: LaunchRequest, why: str) -> None:
 
 
 def _in_torchrun(request: LaunchRequest, outer: Identity) -> int:
-    """Join the other hosts, on each of which torchrun has started this command (`--survive`).
+    """Join the other hosts, if torchrun has started this command on each host (`--survive`).
 
     Returns the exit code of the run.
     """
@@ -116,8 +116,9 @@ def _in_torchrun(request: LaunchRequest, outer: Identity) -> int:
     store = torchrun_store.HostStore(outer)
     with store.telling_others():
         _check_torchrun(request, outer)
-        if outer.rank == 0 and "quiet" not in request.settings and torchrun_store.exposed():
-            print(f"shardwise: {torchrun_store.exposed()}", file=sys.stderr, flush=True)
+        words = torchrun_store.exposed()
+        if words and outer.rank == 0 and "quiet" not in request.settings:
+            print(f"shardwise: {words}", file=sys.stderr, flush=True)
         passed = environment.passed_variables(os.environ, request.pass_on, request.interface)
         place = {"nnodes": str(count), "rdzv_endpoint": f"{outer.address}:{outer.port}"}
         joined = LaunchRequest(**{**vars(request), **place, "node_rank": outer.rank})
@@ -341,13 +342,8 @@ def _by_nodes(
 
 def _shares_of_nodes(named: Sequence[Host], request: LaunchRequest) -> list[Share]:
     """Return the ranks and spares of the hosts of a run with `--nnodes`."""
-    slots = sum(host.slots or 1 for host in named)
-    if request.size is not None and request.size > slots:
-        raise LaunchError(
-            f"-n {request.size}: {many(len(named), 'host')} with {many(slots, 'slot')} in total. "
-            f"Increase --nproc-per-node, or write -n {slots} or less."
-        )
-    shares = hosts.spread(named, total=request.size, spares=_spares(request))
+    more, spares = "Increase --nproc-per-node", _spares(request)
+    shares = hosts.spread(named, total=request.size, spares=spares, more=more)
     if len(shares) < len(named):
         raise LaunchError(
             f"-n {request.size}: {many(len(named) - len(shares), 'host')} of {len(named)} would "

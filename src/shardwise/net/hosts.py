@@ -142,6 +142,7 @@ def spread(
     total: int | None = None,
     per_host: int | None = None,
     spares: int = 0,
+    more: str = "",
 ) -> list[Share]:
     """Assign consecutive ranks to hosts, in the order of `hosts`.
 
@@ -152,6 +153,7 @@ def spread(
         total: The number of ranks, or None for one rank per slot. Earlier hosts are filled first.
         per_host: The number of slots on hosts that do not specify one (default 1).
         spares: The number of spares.
+        more: How the user gets more slots, for an error (default: as the slots of these hosts).
 
     Raises:
         LaunchError: The ranks do not fit on the hosts, or `per_host` contradicts a host's slots.
@@ -168,10 +170,10 @@ def spread(
     if sum(slots) > MOST_RANKS:
         raise LaunchError(f"{sum(slots)} ranks: the limit for a run is {MOST_RANKS}.")
     if total is not None and total > sum(slots):
+        more = more or f"Increase their slots ({hosts[0].name}:{-(-total // len(hosts))})"
         raise LaunchError(
             f"-n {total}: {many(len(hosts), 'host')} with {many(sum(slots), 'slot')} in total. "
-            f"Increase their slots ({hosts[0].name}:{-(-total // len(hosts))}), or write "
-            f"-n {sum(slots)} or less."
+            f"{more}, or write -n {sum(slots)} or less."
         )
     if total is not None and total < 1:
         raise LaunchError(f"-n {total}: a run has at least one rank; write -n 1 or more.")

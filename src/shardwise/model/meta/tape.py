@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from shardwise.errors import ModelError
+from shardwise.model.precision import creating
 from shardwise.tiers.host_memory import mapped, trim
 from shardwise.world.randomness import generator_of
 
@@ -298,19 +299,17 @@ def _recorded_environment(
     A replayed operation draws from the default generator, even if it was originally passed a
     different one. From the same state, both produce the same numbers.
     """
-    present = torch.get_default_dtype()
     generator = default_generator(seed.device) if seed else None
     before = generator.get_state() if generator else None
     try:
-        torch.set_default_dtype(dtype)
         if generator and seed:
             generator.set_state(seed.state)
-        yield
+        with creating(dtype):
+            yield
         if generator and advance:
             advance.set_state(after := generator.get_state())
             before = after if advance is generator else before
     finally:
-        torch.set_default_dtype(present)
         if generator and before is not None:
             generator.set_state(before)
 
