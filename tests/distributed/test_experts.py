@@ -1,7 +1,9 @@
 """`--expert`: training equals that of one process, in every row, on every number of ranks."""
 
+import dataclasses
 import itertools
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
+from shardwise.parallel.tensor import compiled_units
 from tests.distributed.experts import (
     InStages,
     Problem,
@@ -104,33 +107,48 @@ def test_narrow_training_is_near_that_of_one_rank(group, precision):
             assert ours[key] == pytest.approx(alone[key], rel=0.03)
 
 
-def compiled(world: sw.World, problem: Problem) -> tuple[dict[str, Any], int]:
-    """Train with `--compile`, whose graphs run unchanged. Return also the number of graphs."""
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        del inputs
-        graphs.append(graph)
-        return graph
-
+def compiled(world: sw.World, problem: Problem, backend: str) -> tuple[dict[str, Any], int, int]:
+    """Train with `--compile`. Return also the number of graphs and of graph breaks."""
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    problem = dataclasses.replace(problem, settings={**problem.settings, "compile": True})
     plain_compile = torch.compile
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # The compiler itself inspects it, for any input that is not a leaf.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        patch.setattr(torch, "compile", lambda forward: plain_compile(forward, backend=backend))
+        # Dynamo creates an object of this class when it traces an autograd.Function.
+        warnings.filterwarnings("ignore", ".*Function'> should not be", DeprecationWarning)
+        # Inductor imports a module that uses it.
+        warnings.filterwarnings("ignore", ".*torch.jit.script_method", DeprecationWarning)
+        patch.setattr(compiled_units, "BACKEND", backend)
+        patch.setattr(torch, "compile", partial(plain_compile, backend=backend))
         found = trained(world, problem)
     torch.compiler.reset()
-    return found, len(graphs)
+    return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+COMPILED = {name: CASES[name] for name in CASES if name not in ("averages", "whole tensors")}
+COMPILED |= {
+    # Without batches of one row, for which torch compiles further graphs.
+    "ragged": (2, 2, Problem(rows=((8,), (8,), (6,), (8,)), settings={"zero": 3})),
+    "alone": (1, 1, Problem(options={"shared": False})),
+    "inductor": (2, 2, Problem(optimizer="sgd", steps=3, settings={"zero": 3})),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 3])
-def test_compiles_the_layers_around_the_experts(group, zero):
-    problem = Problem(optimizer="sgd", steps=3, settings={"zero": zero, "compile": True})
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_one_process(group, name):
+    size, expert, problem = COMPILED[name]
     expected = plain(problem)
-    for ours, graphs in group(2, expert=2)(compiled, problem):
+    backend = "inductor" if name == "inductor" else "aot_eager"
+    for ours, graphs, breaks in group(size, expert=expert)(compiled, problem, backend):
         compare(ours, expected)
-        assert graphs
+        assert breaks == 0
+        if name == "ragged":
+            # The dense unit and the blocks, each with static and with symbolic sizes.
+            assert graphs <= 4
 
 
 REPLICAS = {  # ranks, --expert, --tensor

@@ -82,6 +82,7 @@ def begin(
         world.current_batch,
         is_exact=is_exact,
         in_stages=world.pipeline_size > 1,
+        in_graphs=settings.compile and not is_exact,
     )
     if split is None:
         # All ranks of a replica route the same tokens.

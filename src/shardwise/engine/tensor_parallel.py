@@ -9,7 +9,7 @@ from shardwise.config import Settings
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ModelError, ModelMismatch
 from shardwise.model.activations import units_of
-from shardwise.model.compilation import Compiler, compile_forward
+from shardwise.model.compilation import Compiler, compile_forward, with_unknown_sizes
 from shardwise.parallel.context import attention
 from shardwise.parallel.expert.split_experts import ExpertParallelModels
 from shardwise.parallel.tensor import compiled_collectives, compiled_units, known_modules
@@ -42,7 +42,11 @@ def compiler_of(spec: EngineSpec) -> Compiler | None:
         compiler = compiled_units.UnitCompiler(tensor.replica)
     if context is not None:
         compiler = attention.compiler_of(compiler, context.run)
-    if compiler is compile_forward or compiled_units.BACKEND != "inductor":
+    has_experts = spec.routing is not None and spec.routing.in_graphs
+    if has_experts:
+        compiler = with_unknown_sizes(compiler)
+    communicates = tensor is not None or context is not None or has_experts
+    if not communicates or compiled_units.BACKEND != "inductor":
         return compiler
     return compiled_collectives.in_order(compiler)
 

@@ -294,6 +294,10 @@ class SecondRun:
             return
         for _, model in self._models:
             for each in model.modules():
+                if is_compiled(each):
+                    # A compiled backward pass may overwrite what it reads.
+                    self.reason = "torch.compile has compiled the model"
+                    return
                 if each._backward_hooks or each._backward_pre_hooks:
                     self.reason = f"{type(each).__name__} has a backward hook"
                     return

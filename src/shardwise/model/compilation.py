@@ -21,6 +21,8 @@ Compiler = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
 class CompiledForward(ReplacedForward):
     """Replacement for `unit.forward` that is compiled. Hooks on the unit split no graph."""
 
+    is_compiled = True
+
     def __init__(self, unit: nn.Module, compiler: Compiler) -> None:
         super().__init__(unit)
         self.plain = compiler(unit, self.plain)
@@ -36,7 +38,7 @@ def is_compiled_by_script(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the script or the engine (`--compile`) has compiled `module`."""
-    by_engine = isinstance(vars(module).get("forward"), CompiledForward)
+    by_engine = getattr(vars(module).get("forward"), "is_compiled", False)
     return by_engine or is_compiled_by_script(module)
 
 
@@ -44,6 +46,26 @@ def compile_forward(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..
     """Compile `forward`, the bound method of `unit`."""
     del unit
     return torch.compile(forward)
+
+
+def with_unknown_sizes(compiler: Compiler) -> Compiler:
+    """Return `compiler`, whose graphs contain operators with an unknown number of rows.
+
+    By default torch splits a graph before such an operator.
+    """
+
+    def compile_unit(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = compiler(unit, forward)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # the script compiles the model as a whole
+                return compiled(*args, **kwargs)
+            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+                return compiled(*args, **kwargs)
+
+        return call
+
+    return compile_unit
 
 
 def check_cpp_compiler(device: torch.device) -> None:

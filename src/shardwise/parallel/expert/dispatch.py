@@ -14,6 +14,7 @@ same matrix. The outputs are sent back the same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from shardwise.comm import Collectives, Handle
 from shardwise.layout.bucket_layout import Span
-from shardwise.tiers.copy_stream import to_device
 from shardwise.timeline import recorder
 
 
@@ -59,36 +59,64 @@ def count_rows(experts: Tensor, number: int) -> Tensor:
     return counts.scatter_add_(0, experts, torch.ones_like(experts))[:number]
 
 
+@dataclass(frozen=True)
 class TokenCopies:
     """The k copies of each token that are sent to experts, sorted by expert.
 
     Args:
-        experts: (T, k) int64, the expert of each copy. Numbers above the last expert's mark
-            padding, which is sorted last.
+        order: (T k,) int64, the copies in sorted order. Padding is last.
+        inverse: (T k,) int64, the inverse permutation.
+        top_k: The number of copies of each token.
     """
 
-    def __init__(self, experts: Tensor) -> None:
-        self._top_k = experts.shape[1]
-        self.experts = experts.reshape(-1)  # (T k,)
-        # Stable, so that the rows of an expert stay in the order of the batch.
-        self._order = torch.argsort(self.experts, stable=True)
-        self._inverse = inverse_of(self._order)
+    order: Tensor
+    inverse: Tensor
+    top_k: int
 
-    def rows(self, tokens: Tensor, number: int) -> Tensor:
-        """Return the first `number` copies of `tokens` (T, D), sorted by expert."""
-        copies = tokens.unsqueeze(1).expand(-1, self._top_k, -1).flatten(0, 1)  # (T k, D)
-        return permuted(copies, self._order, self._inverse)[:number]
+    @classmethod
+    def sorted(cls, experts: Tensor) -> TokenCopies:
+        """Sort copies by `experts` (T, k) int64. Numbers above the last expert's mark padding."""
+        # Stable, so that the rows of an expert stay in the order of the batch.
+        order = torch.argsort(experts.reshape(-1), stable=True)
+        return cls(order, inverse_of(order), experts.shape[1])
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Return the copies (T k, D) of `tokens` (T, D), sorted by expert."""
+        copies = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
+        return permuted(copies, self.order, self.inverse)
 
     def combined(self, outputs: Tensor, gates: Tensor) -> Tensor:
         """Return each token's sum of `outputs` (n, D), weighted by `gates` (T, k), as (T, D).
 
         `outputs` are those of the first n copies. The others count as 0.
         """
-        rest = self.experts.numel() - len(outputs)
+        rest = self.order.numel() - outputs.shape[0]
         if rest:
             outputs = torch.cat([outputs, outputs.new_zeros(rest, outputs.shape[1])])
-        by_token = permuted(outputs, self._inverse, self._order)
-        return weighted_sum(by_token.view(-1, self._top_k, outputs.shape[1]), gates)
+        by_token = permuted(outputs, self.inverse, self.order)
+        return weighted_sum(by_token.view(-1, self.top_k, outputs.shape[1]), gates)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How the tokens of a forward pass are divided among experts.
+
+    Args:
+        copies: The copies of this rank's tokens.
+        table: For each rank that exchanges tokens, its number of rows for each expert.
+        own: The row of this rank.
+        valid: (T,) bool, False for padding, or None if there is none.
+        everyone: The sum of the counts of all ranks that share router losses, followed by their
+            number of valid tokens.
+        seeds: In exact mode, a random number of each rank in the table.
+    """
+
+    copies: TokenCopies
+    table: list[list[int]]
+    own: list[int]
+    valid: Tensor | None = None
+    everyone: Sequence[int] = ()
+    seeds: list[int] | None = None
 
 
 def weighted_sum(outputs: Tensor, gates: Tensor) -> Tensor:
@@ -192,16 +220,13 @@ class Exchange:
     ) -> None:
         self._group = group
         self._rows = [[sum(row[first:end]) for first, end in spans] for row in counts]
+        self.number_sent = sum(counts[group.rank])
+        """Number of this rank's rows."""
         first, end = spans[group.rank]
-        self._mine = [list(row[first:end]) for row in counts]
-        self.sizes = [sum(column) for column in zip(*self._mine, strict=True)]
-        """Number of rows of each of this rank's experts."""
-        self._orders: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def sizes_by_source(self) -> list[list[int]]:
+        self.sizes_by_source = [list(row[first:end]) for row in counts]
         """For each source rank, the number of rows of each of this rank's experts."""
-        return self._mine
+        self.sizes = [sum(column) for column in zip(*self.sizes_by_source, strict=True)]
+        """Number of rows of each of this rank's experts."""
 
     def to_experts(self, rows: Tensor, pending: list[Handle] | None) -> Tensor:
         """Send `rows` (n, D), sorted by expert. Return the rows that this rank receives.
@@ -210,39 +235,25 @@ class Exchange:
         """
         return all_to_all(rows, self._rows, self._group, pending)
 
-    def by_expert(self, received: Tensor) -> Tensor:
-        """Sort the `received` rows by expert, and the rows of each expert by source rank."""
-        order, inverse = self._order_on(received.device)
-        return permuted(received, order, inverse)
+    def by_expert(self, received: Tensor) -> list[list[Tensor]]:
+        """Return the `received` rows of each expert, as one view for each source rank."""
+        blocks = torch.split(received, [size for row in self.sizes_by_source for size in row])
+        number = len(self.sizes)
+        return [list(blocks[expert::number]) for expert in range(number)]
+
+    def by_source(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return the experts' `outputs` sorted by source rank, as the rows were received.
+
+        The rows of each expert are sorted by source rank.
+        """
+        sizes = map(list, zip(*self.sizes_by_source, strict=True))
+        blocks = [torch.split(each, size) for each, size in zip(outputs, sizes, strict=True)]
+        return torch.cat([block for source in zip(*blocks, strict=True) for block in source])
 
     def back(self, outputs: Tensor) -> Tensor:
-        """Send the experts' `outputs` (m, D), sorted by expert, back to the source ranks.
+        """Send `outputs` (m, D), sorted by source rank, to these ranks.
 
         Returns the outputs for this rank's rows, in the order of the rows.
         """
-        order, inverse = self._order_on(outputs.device)
-        return self.back_by_source(permuted(outputs, inverse, order))
-
-    def back_by_source(self, outputs: Tensor) -> Tensor:
-        """Send `outputs` (m, D) back. They are sorted by source rank, as they were received."""
         transposed = [list(column) for column in zip(*self._rows, strict=True)]
         return all_to_all(outputs, transposed, self._group)
-
-    def _order_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the permutation from [source, expert] to [expert, source], and its inverse."""
-        if self._orders is None:
-            starts: list[list[tuple[int, int]]] = []
-            start = 0
-            for row in self._mine:
-                starts.append([])
-                for count in row:
-                    starts[-1].append((start, start + count))
-                    start += count
-            pieces = [
-                torch.arange(*starts[source][expert])
-                for expert in range(len(self.sizes))
-                for source in range(len(self._mine))
-            ]
-            order = to_device(torch.cat(pieces), device)
-            self._orders = order, inverse_of(order)
-        return self._orders

@@ -59,9 +59,13 @@ class StepCounts:
 
         def count() -> None:
             if rest:
-                self.values = [a + b for a, b in zip(self.values, rest.pop(), strict=True)]
+                self.add(rest.pop())
 
         return count
+
+    def add(self, own: Sequence[int]) -> None:
+        """Add the counts `own`."""
+        self.values = [a + b for a, b in zip(self.values, own, strict=True)]
 
     def clear(self) -> None:
         self.values = [0] * len(self.values)

@@ -26,7 +26,8 @@ from shardwise.layout.bucket_layout import Span
 from shardwise.model import module_hooks
 from shardwise.model.recomputation import once
 from shardwise.model.unit_hooks import untraced
-from shardwise.parallel.expert.dispatch import Exchange, TokenCopies, count_rows
+from shardwise.parallel.expert import compiled_experts
+from shardwise.parallel.expert.dispatch import Exchange, Tally, TokenCopies, count_rows
 from shardwise.parallel.expert.exact_experts import fresh, run_each, without_draws
 from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach
@@ -148,13 +149,21 @@ class FusedExperts:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.number: int = module.num_experts  # type: ignore[assignment]
-        self._run: RoutingRun | None = None
+        self.run: RoutingRun | None = None
         self.step_counts = StepCounts(self.number)
-        self._spans: list[Span] = [(0, self.number)]
+        self.spans: list[Span] = [(0, self.number)]
         self._holds_all = True
-        self._plain: Any = None
+        self.plain: Any = None
+        """The `forward` that this object replaces."""
+        self.in_graph: compiled_experts.InGraph | None = None
+        """What represents the experts in the graph of a compiled unit."""
         # Without self and the tokens.
         self._names = tuple(inspect.signature(type(module).forward).parameters)[2:]
+
+    @property
+    def training(self) -> bool:
+        """True if the module is in training mode."""
+        return self.module.training
 
     @property
     def holds_all(self) -> bool:
@@ -164,54 +173,54 @@ class FusedExperts:
     @holds_all.setter
     def holds_all(self, value: bool) -> None:
         self._holds_all = value
-        first, end = self._spans[0 if self._run is None else self._run.group.rank]
+        first, end = self.spans[0 if self.run is None else self.run.group.rank]
         # The module's own forward reads the number of experts that its tensors hold.
         self.module.num_experts = self.number if value else end - first  # type: ignore[assignment]
 
     def connect(self, run: RoutingRun) -> None:
         """Replace the module's `forward`."""
-        self._run, self._plain = run, self.module.forward
+        self.run, self.plain = run, self.module.forward
+        if run.in_graphs:
+            self.in_graph = compiled_experts.in_graph(self, run)
         if run.is_exact:
             # A kernel for all experts reads an expert's rows where they are in a larger tensor, so
             # rounding would depend on the other experts. The definition copies them.
-            self._plain = partial(inspect.unwrap(type(self.module).forward), self.module)
+            self.plain = partial(inspect.unwrap(type(self.module).forward), self.module)
         module_hooks.replace(self.module, "forward", self)
 
     def disconnect(self) -> None:
         """Restore the module's own `forward`."""
-        if self._run is not None:
-            self._run = None
+        if self.run is not None:
+            self.run = self.in_graph = None
             module_hooks.give_back(self.module, "forward", self)
 
-    @untraced
     def __call__(self, hidden_states: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Return the experts' weighted outputs (T, D) for the rows of `hidden_states` (T, D).
 
         The other arguments are the module's own: the experts (T, k) and the gates (T, k).
         """
         index, gates = (*args, *(kwargs[name] for name in self._names[len(args) :]))
-        run = self._run
+        run = self.run
         if run is None or (self._holds_all and not run.is_exact):
-            outputs: Tensor = self._plain(hidden_states, index, gates)
+            outputs: Tensor = self.plain(hidden_states, index, gates)
             return outputs
-        if isinstance(hidden_states, FakeTensor):  # another pipeline stage runs the experts
-            return self._local(hidden_states, [0])
-        group = ALONE if self._holds_all else run.group
-        if group.size > 1:
-            run.feed.check_even("A forward pass of experts with --expert")
         chosen = index.reshape(len(hidden_states), -1)
-        if once(run.is_stand_in):
-            # An index above the last expert's sends a row nowhere.
-            chosen = torch.full_like(chosen, self.number)
-        # With --tensor, this rank dispatches only its share: t of the T tokens.
-        share = TokenShare(run.lanes, len(hidden_states))
-        copies = TokenCopies(share.view_of(chosen))  # (t k,)
-        counts = count_rows(copies.experts, self.number)
-        table = once(partial(run.gather_counts, counts, group)).tolist()
-        own = table[group.rank]
-        spans = [(0, self.number)] if self._holds_all else self._spans
-        exchange = Exchange(table, spans, group)
-        received = exchange.to_experts(copies.rows(share.of(hidden_states), sum(own)), None)
+        gates = gates.reshape(chosen.shape)
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            return compiled_experts.run_fused(self, self.in_graph, hidden_states, chosen, gates)
+        return self._run_eagerly(run, hidden_states, chosen, gates)  # type: ignore[no-any-return]
+
+    @untraced  # the numbers of rows are only known here
+    def _run_eagerly(
+        self, run: RoutingRun, tokens: Tensor, chosen: Tensor, gates: Tensor
+    ) -> Tensor:
+        if isinstance(tokens, FakeTensor):  # another pipeline stage runs the experts
+            return self._local(tokens, [0])
+        tally = self.tally(chosen, None, recording=torch.is_grad_enabled())
+        exchange = self.exchange(tally.table)
+        share = TokenShare(run.lanes, len(tokens))
+        rows = tally.copies.rows(share.of(tokens))[: sum(tally.own)]
+        received = exchange.to_experts(rows, None)
         if run.is_exact:
             sizes = exchange.sizes_by_source
             with without_draws(received.device):
@@ -221,18 +230,42 @@ class FusedExperts:
                     lambda shard, part: fresh(self._local(fresh(part), sizes[shard])),
                     run.summed,
                 )
-            rows = exchange.back_by_source(outputs)
         else:
+            blocks = [block for each in exchange.by_expert(received) for block in each]
             with run.own_randomness():
-                outputs = self._local(exchange.by_expert(received), exchange.sizes)
-            rows = exchange.back(outputs)
-        total = copies.combined(rows, share.of(gates.reshape(chosen.shape)))
-        total = share.joined(total.to(hidden_states.dtype))
+                by_expert = self._local(torch.cat(blocks), exchange.sizes)
+            outputs = exchange.by_source(torch.split(by_expert, exchange.sizes))
+        total = tally.copies.combined(exchange.back(outputs), share.of(gates))
+        total = share.joined(total.to(tokens.dtype))
         if not torch.is_grad_enabled():
             return total
         # Without a loss: the backward pass counts, and drops gradients of weight 0.
-        done = self.step_counts.counter(own, training=self.module.training)
+        done = self.step_counts.counter(tally.own, training=self.training)
         return attach(total, total.new_zeros(()), run, 0.0, done)
+
+    def tally(self, experts: Tensor, mask: Tensor | None, *, recording: bool) -> Tally:
+        """Count the rows per expert, as `MoE.tally`. `mask` is None."""
+        del mask
+        run = self.run
+        assert run is not None
+        group = ALONE if self._holds_all else run.group
+        if group.size > 1:
+            run.feed.check_even("A forward pass of experts with --expert")
+        if once(partial(run.is_stand_in, recording=recording)):
+            # An index above the last expert's sends a row nowhere.
+            experts = torch.full_like(experts, self.number)
+        # With --tensor, this rank dispatches only its share: t of the T tokens.
+        copies = TokenShare(run.lanes, len(experts)).view_of(experts)  # (t, k)
+        counts = count_rows(copies.reshape(-1), self.number)
+        table = once(partial(run.gather_counts, counts, group)).tolist()
+        return Tally(TokenCopies.sorted(copies), table, table[group.rank])
+
+    def exchange(self, table: list[list[int]]) -> Exchange:
+        """Return the exchange of a forward pass, as `MoE.exchange`."""
+        assert self.run is not None
+        if self._holds_all:
+            return Exchange(table, [(0, self.number)], ALONE)
+        return Exchange(table, self.spans, self.run.group)
 
     # -- as a RoutedLayer -----------------------------------------------------------------------
 
@@ -245,7 +278,7 @@ class FusedExperts:
     def _local(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """Run this rank's experts on `rows`, sorted by expert. `sizes` holds their row counts."""
         if sum(sizes):
-            return _each_once(self._plain, rows, sizes)
+            return _each_once(self.plain, rows, sizes)
         # The module would return zeros without a graph, but the backward pass is collective. Empty
         # slices connect the graph, and give each parameter a gradient of zero.
         nothing = sum(p.reshape(-1)[:0].sum() for p in self.module.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,13 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Handle
 from shardwise.errors import ModelError, UsageError
-from shardwise.layout.bucket_layout import Span
+from shardwise.layout.bucket_layout import Span, even_cuts
 from shardwise.model.recomputation import once
 from shardwise.model.unit_hooks import untraced
-from shardwise.parallel.expert.dispatch import Exchange, TokenCopies, count_rows, weighted_sum
+from shardwise.parallel.expert import compiled_experts
+from shardwise.parallel.expert.dispatch import (
+    Exchange,
+    Tally,
+    TokenCopies,
+    count_rows,
+    weighted_sum,
+)
 from shardwise.parallel.expert.exact_experts import fresh, own_stream, run_each
 from shardwise.parallel.expert.expert_counts import StepCounts
-from shardwise.parallel.expert.router_losses import attach, router_loss
+from shardwise.parallel.expert.router_losses import attach, loss_factors, router_loss
 from shardwise.parallel.expert.routing import SCORES, Routing, route, router_logits
 from shardwise.parallel.expert.routing_run import RoutingRun
 from shardwise.parallel.expert.token_share import ALONE, TokenShare
@@ -122,9 +130,12 @@ class MoE(nn.Module):
         self.register_buffer("selection_bias", bias)
         self.counts = torch.zeros(len(experts), dtype=torch.int64)
         self.step_counts = StepCounts(len(experts))
-        self._run: RoutingRun | None = None
-        self._spans: list[Span] = [(0, len(experts))]
+        self.run: RoutingRun | None = None
+        """The state that the layers of an engine share, or None without an engine."""
+        self.spans: list[Span] = [(0, len(experts))]
         """For each rank of the run's group, the experts [first, end) that it holds."""
+        self.in_graph: compiled_experts.InGraph | None = None
+        """What represents the layer in the graph of a compiled unit."""
         self.holds_all = True
         """True if this rank holds all experts now, and needs no other rank for a forward pass."""
 
@@ -134,13 +145,19 @@ class MoE(nn.Module):
         return bool(self.balance or self.z_loss)
 
     @property
-    def _ranks(self) -> RoutingRun | None:
+    def held(self) -> Span:
+        """The experts [first, end) that this rank holds now."""
+        if self.holds_all or self.run is None:
+            return 0, len(self.experts)
+        return self.spans[self.run.group.rank]
+
+    @property
+    def ranks(self) -> RoutingRun | None:
         """The engine's RoutingRun if this forward pass needs other ranks, otherwise None."""
         # Inside `full_parameters` a single rank may run the model.
-        run = self._run
+        run = self.run
         return None if run is None or (run.is_split and self.holds_all) else run
 
-    @untraced  # torch.compile cannot trace exchanges of rows whose numbers are only known here
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the layer's output for the tokens `x`.
 
@@ -157,63 +174,48 @@ class MoE(nn.Module):
             UsageError: The mask has the wrong shape, the router has the wrong width, or other ranks
                 skip this batch.
         """
-        tokens = x.reshape(-1, x.shape[-1])  # (T, D)
-        if isinstance(x, FakeTensor) and self._run is not None and self._run.in_stages:
-            fake = self._fake_output(tokens)
-            return fake.view(*x.shape[:-1], fake.shape[-1])
-        valid = self._valid(x, mask)  # (T,) or None
-        routing = self._route(tokens)
-        chosen = routing.experts
-        if valid is not None:  # a number above the experts', so that padding is sorted last
-            chosen = chosen.masked_fill(~valid.unsqueeze(-1), len(self.experts))
-        # With --tensor, this rank dispatches only its share: t of the T tokens. Otherwise t is T.
-        ranks = self._ranks
-        share = TokenShare(ALONE if ranks is None else ranks.lanes, tokens.shape[0])
-        copies = TokenCopies(share.view_of(chosen))  # (t k,)
-        # `new_full` and not `tensor`, whose copy to an accelerator would make the host wait.
-        counted = (
-            chosen.new_full((1,), copies.experts.numel() // self.top_k)
-            if valid is None
-            else share.view_of(valid.unsqueeze(-1)).sum().reshape(1)
-        )
-        table, everyone, seeds = self._tally(copies.experts, counted)
-        own = table[0 if ranks is None else ranks.group.rank]
-        rows = copies.rows(share.of(tokens), sum(own))  # by expert, without padding
-        outputs, shared = self._through_experts(rows, table, tokens, seeds)
-        combined = copies.combined(outputs, share.of(routing.gates)).to(outputs.dtype)
-        result = share.joined(combined)
-        result = self._with_losses(result, routing, everyone, valid, own)
-        if shared is not None:
-            result = result + shared
-        return result.view(*x.shape[:-1], result.shape[-1])
-
-    def _fake_output(self, tokens: Tensor) -> Tensor:
-        """Return a fake output for fake `tokens`: another pipeline stage runs this layer."""
-        assert self._run is not None
-        first, _ = self._spans[0 if self.holds_all else self._run.group.rank]
-        outputs = self.experts[first](tokens)  # others may have no elements on this rank
-        copies = outputs.unsqueeze(1).expand(-1, self.top_k, -1)
-        result = weighted_sum(copies, self._route(tokens).gates).to(outputs.dtype)
-        return result if self.shared is None else result + self.shared(tokens)
-
-    def _valid(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if mask is not None and mask.shape != x.shape[:-1]:
             raise UsageError(
                 f"sw.MoE: a mask of shape {tuple(mask.shape)} does not fit tokens of shape "
                 f"{tuple(x.shape)}: pass one of shape {tuple(x.shape[:-1])}."
             )
+        tokens = x.reshape(-1, x.shape[-1])  # (T, D)
         valid = None if mask is None else mask.reshape(-1).to(torch.bool)
-        # Decide once: the current batch has advanced when a recomputation runs.
-        if self._ranks is None:
-            return valid
-        is_stand_in = once(self._ranks.is_stand_in)
-        if self._is_counting and not is_stand_in and x.numel():
-            once(self._ranks.note_tokens)
-        if is_stand_in:
-            valid = torch.zeros(x.shape[:-1].numel(), dtype=torch.bool, device=x.device)
-        return valid
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            result = compiled_experts.run_layer(self, self.in_graph, tokens, valid)
+        else:
+            result = self._run_eagerly(tokens, valid)
+        return result.view(*x.shape[:-1], result.shape[-1])
 
-    def _route(self, tokens: Tensor) -> Routing:
+    @untraced  # the numbers of rows are only known here
+    def _run_eagerly(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the output (T, D_out) for `tokens` (T, D). `mask` is (T,)."""
+        if isinstance(tokens, FakeTensor) and self.run is not None and self.run.in_stages:
+            return self._fake_output(tokens)
+        routing = self.route(tokens)
+        tally = self.tally(routing.experts, mask, recording=torch.is_grad_enabled())
+        share = self._share(tokens.shape[0])
+        rows = tally.copies.rows(share.of(tokens))[: sum(tally.own)]  # by expert, without padding
+        outputs, shared = self._through_experts(rows, tally, tokens)
+        combined = tally.copies.combined(outputs, share.of(routing.gates)).to(outputs.dtype)
+        result = self._with_losses(share.joined(combined), routing, tally)
+        return result if shared is None else result + shared
+
+    def _fake_output(self, tokens: Tensor) -> Tensor:
+        """Return a fake output for fake `tokens`: another pipeline stage runs this layer."""
+        assert self.run is not None
+        first, _ = self.spans[0 if self.holds_all else self.run.group.rank]
+        outputs = self.experts[first](tokens)  # others may have no elements on this rank
+        copies = outputs.unsqueeze(1).expand(-1, self.top_k, -1)
+        result = weighted_sum(copies, self.route(tokens).gates).to(outputs.dtype)
+        return result if self.shared is None else result + self.shared(tokens)
+
+    def _share(self, tokens: int) -> TokenShare:
+        """Return which of `tokens` tokens this rank dispatches: with `--tensor`, not all."""
+        return TokenShare(ALONE if self.ranks is None else self.ranks.lanes, tokens)
+
+    def route(self, tokens: Tensor) -> Routing:
+        """Return the experts for `tokens` (T, D)."""
         logits = router_logits(self.router, tokens)
         if logits.shape[-1] != len(self.experts):
             raise UsageError(
@@ -229,30 +231,45 @@ class MoE(nn.Module):
             bias=self.selection_bias,
         )
 
-    @property
-    def _is_counting(self) -> bool:
-        """True if this forward pass needs the counts of all ranks. The same on every rank."""
-        return self.training and torch.is_grad_enabled() and self.has_losses
+    def counts_losses(self, *, recording: bool) -> bool:
+        """Return whether this forward pass needs the counts of all ranks.
 
-    def _tally(
-        self, flat: Tensor, valid: Tensor
-    ) -> tuple[list[list[int]], list[int], list[int] | None]:
+        `recording` is True if autograd is recording. The result is the same on every rank.
+        """
+        return self.training and recording and self.has_losses
+
+    def tally(self, experts: Tensor, mask: Tensor | None, *, recording: bool) -> Tally:
         """Count the rows per expert. Collective if there are other ranks.
 
-        Returns the counts of each rank in the group, the totals followed by the number of tokens,
-        and in exact mode a random number of each rank in the group. Only here does the host wait
-        for the device.
+        Only here does the host wait for the device.
+
+        Args:
+            experts: (T, k) int64, the experts of each token.
+            mask: (T,) bool, False for padding, or None if there is none.
+            recording: True if autograd is recording.
         """
-        number = len(self.experts)
-        if isinstance(flat, FakeTensor):
+        run, number = self.ranks, len(self.experts)
+        valid, counts_losses = mask, self.counts_losses(recording=recording)
+        if run is not None:
+            # Decide once: the current batch has advanced when a recomputation runs.
+            is_stand_in = once(partial(run.is_stand_in, recording=recording))
+            if counts_losses and not is_stand_in and experts.numel():
+                once(run.note_tokens)
+            if is_stand_in:
+                valid = torch.zeros(experts.shape[0], dtype=torch.bool, device=experts.device)
+        share = self._share(experts.shape[0])
+        own = share.view_of(experts)  # (t, k): with --tensor, t of the T tokens
+        counted = experts.new_full((1,), own.shape[0])  # unlike `tensor`, never waits
+        if valid is not None:
+            is_valid = share.view_of(valid.unsqueeze(-1))
+            own, counted = own.masked_fill(~is_valid, number), is_valid.sum().reshape(1)
+        copies = TokenCopies.sorted(own)
+        if isinstance(experts, FakeTensor):
             # `shardwise plan` runs without values: assume that all experts get equal numbers.
-            each = [
-                flat.numel() * (i + 1) // number - flat.numel() * i // number for i in range(number)
-            ]
-            return [each], [*each, flat.numel() // self.top_k], None
-        counts = count_rows(flat, number)
-        row = torch.cat([counts, valid])
-        run = self._ranks
+            cuts = even_cuts(own.numel(), number)
+            each = [end - first for first, end in pairwise(cuts)]
+            return Tally(copies, [each], each, valid, [*each, own.shape[0]])
+        row = torch.cat([count_rows(own.reshape(-1), number), counted])
         draws = self._is_exact and self.training
         if draws:
             # A recomputation repeats this draw, because its generators start from the same state.
@@ -264,51 +281,66 @@ class MoE(nn.Module):
             if run.is_split:
                 run.feed.check_even("A forward pass of sw.MoE with --expert")
             # A recomputation must not communicate: its counts are the same.
-            group = run.everyone if self._is_counting and not run.is_exact else run.group
+            group = run.everyone if counts_losses and not run.is_exact else run.group
             rows = once(partial(run.gather_counts, row, group))
             group_rows = run.of_group(rows)
             if run.is_exact:
                 # The losses of a micro-shard must not depend on those that run at the same time.
                 rows = group_rows[run.group.rank].view(1, -1)
         self.counts = rows[:, :number].sum(0)
-        seeds = group_rows[:, -1].tolist() if draws else None
-        return group_rows[:, :number].tolist(), rows[:, : number + 1].sum(0).tolist(), seeds
+        table = group_rows[:, :number].tolist()
+        return Tally(
+            copies,
+            table,
+            table[0 if run is None else run.group.rank],
+            valid,
+            rows[:, : number + 1].sum(0).tolist(),
+            group_rows[:, -1].tolist() if draws else None,
+        )
+
+    def exchange(self, table: list[list[int]]) -> Exchange:
+        """Return the exchange of a forward pass, if other ranks hold experts. See `Tally`."""
+        if self.holds_all or self.run is None:
+            return Exchange(table, [(0, len(self.experts))], ALONE)
+        return Exchange(table, self.spans, self.run.group)
 
     @property
     def _is_exact(self) -> bool:
         """True if results must not depend on the number of ranks (`--exact`)."""
-        return self._run is not None and self._run.is_exact
+        return self.run is not None and self.run.is_exact
 
     def _through_experts(
-        self, rows: Tensor, table: list[list[int]], tokens: Tensor, seeds: list[int] | None
+        self, rows: Tensor, tally: Tally, tokens: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the experts' outputs for `rows`, and the shared expert's output for `tokens`."""
-        run = self._ranks
+        run = self.ranks
         if run is None or not run.is_split:
             shared = None if self.shared is None else self.shared(tokens)
             if self._is_exact:
-                return self._run_exactly(rows, 0, table, seeds), shared
-            return self._run_experts(rows, 0, table[0]), shared
-        exchange = Exchange(table, self._spans, run.group)
+                return self._run_exactly(rows, 0, tally.table, tally.seeds), shared
+            return torch.cat(self.run_experts(torch.split(rows, tally.own))), shared
+        exchange = self.exchange(tally.table)
         pending: list[Handle] = []
         received = exchange.to_experts(rows, pending)
         # The shared expert needs no other rank, so it computes while the rows are sent.
         shared = None if self.shared is None else self.shared(tokens)
         for handle in pending:
             handle.wait()
-        first, _ = self._spans[run.group.rank]
         if run.is_exact:
-            outputs = self._run_exactly(received, first, exchange.sizes_by_source, seeds)
-            return exchange.back_by_source(outputs), shared
+            outputs = self._run_exactly(
+                received, self.held[0], exchange.sizes_by_source, tally.seeds
+            )
+            return exchange.back(outputs), shared
         with run.own_randomness():
-            outputs = self._run_experts(exchange.by_expert(received), first, exchange.sizes)
+            parts = [torch.cat(blocks) for blocks in exchange.by_expert(received)]
+            outputs = exchange.by_source(self.run_experts(parts))
         return exchange.back(outputs), shared
 
-    def _run_experts(self, rows: Tensor, first: int, sizes: list[int]) -> Tensor:
-        """Run experts on `rows` (n, D), sorted by expert: `sizes[i]` rows on expert `first + i`."""
-        parts = torch.split(rows, sizes)
+    def run_experts(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs of this rank's experts for the rows of each expert."""
         # Also without rows: every rank then has the same graph, whose backward pass is collective.
-        return torch.cat([self.experts[first + i](part) for i, part in enumerate(parts)])
+        first, _ = self.held
+        return [self.experts[first + i](part) for i, part in enumerate(parts)]
 
     def _run_exactly(
         self, rows: Tensor, first: int, sizes: list[list[int]], seeds: list[int] | None
@@ -317,7 +349,7 @@ class MoE(nn.Module):
 
         `sizes[s][i]` rows of micro-shard s are those of expert `first + i`.
         """
-        assert self._run is not None
+        assert self.run is not None
 
         def compute(shard: int, part: Tensor) -> Tensor:
             outputs = []
@@ -331,31 +363,27 @@ class MoE(nn.Module):
 
         own = [self.experts[first + i] for i in range(len(sizes[0]))]
         parts = torch.split(rows, [sum(each) for each in sizes])
-        return run_each(own, parts, compute, self._run.summed)
+        return run_each(own, parts, compute, self.run.summed)
 
-    def _with_losses(
-        self,
-        result: Tensor,
-        routing: Routing,
-        everyone: list[int],
-        valid: Tensor | None,
-        own: list[int],
-    ) -> Tensor:
-        """Return `result`. Backward through it also adds router losses and counts `own` tokens."""
-        done = self.step_counts.counter(own, training=self.training)
-        if self._is_counting:
-            counts = torch.tensor(everyone[:-1])
-            loss = router_loss(
-                routing, counts, everyone[-1], valid, balance=self.balance, z_loss=self.z_loss
-            )
-            return attach(result, loss, self._run, self.router_loss_seed, done)
-        if self._ranks is not None and self._ranks.is_split and torch.is_grad_enabled():
+    def _with_losses(self, result: Tensor, routing: Routing, tally: Tally) -> Tensor:
+        """Return `result`. Its backward pass also adds router losses and counts own tokens."""
+        done = self.step_counts.counter(tally.own, training=self.training)
+        if self.counts_losses(recording=torch.is_grad_enabled()):
+            dtype, device = routing.logits.dtype, routing.logits.device
+            factors = to_device(loss_factors(tally.everyone, self.top_k, dtype), device)
+            loss = self.router_loss(routing, factors, tally.valid)
+            return attach(result, loss, self.run, self.router_loss_seed, done)
+        if self.ranks is not None and self.ranks.is_split and torch.is_grad_enabled():
             # Without losses, the backward pass still drops gradients of weight 0. A layer may be
             # fine-tuned in evaluation mode.
-            return attach(result, result.new_zeros(()), self._run, 0.0, done)
+            return attach(result, result.new_zeros(()), self.run, 0.0, done)
         if result.requires_grad:
             result.register_hook(lambda _: done())  # type: ignore[no-untyped-call]
         return result
+
+    def router_loss(self, routing: Routing, factors: Tensor, valid: Tensor | None) -> Tensor:
+        """Return this rank's part of the router losses. See `router_losses.router_loss`."""
+        return router_loss(routing, factors, valid, balance=self.balance, z_loss=self.z_loss)
 
     @torch.no_grad()
     def update_bias(self, counts: Sequence[int] | None = None) -> None:
@@ -376,7 +404,10 @@ class MoE(nn.Module):
 
     def join_run(self, run: RoutingRun | None) -> None:
         """Connect the layer to an engine's run, or disconnect it (None). Engines call it."""
-        self._run = run
+        self.run = run
+        self.in_graph = None
+        if run is not None and run.in_graphs:
+            self.in_graph = compiled_experts.in_graph(self, run)
 
     def extra_repr(self) -> str:
         """Return the settings that `repr` shows."""
@@ -385,6 +416,6 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no engine.
         state: dict[str, Any] = dict(self.__dict__)
-        state["_run"], state["_spans"] = None, [(0, len(self.experts))]
-        state["holds_all"] = True
+        state["run"] = state["in_graph"] = None
+        state["spans"], state["holds_all"] = [(0, len(self.experts))], True
         return state

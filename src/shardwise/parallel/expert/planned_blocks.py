@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from shardwise.errors import ModelError
 from shardwise.model import module_hooks
-from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.expert.fused_experts import TOLERANCE
 from shardwise.parallel.expert.moe import MoE
 
@@ -42,7 +41,6 @@ class PlannedBlock:
         self.name, self.module, self._options = name, module, options
         self.layer = _layer_of(name, module, options)
 
-    @untraced
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Run the `sw.MoE` on the block's only argument."""
         (x,) = (*args, *kwargs.values())

@@ -17,7 +17,7 @@ also holds for the z-loss (Zoph et al., arXiv:2202.08906), z_loss x mean(logsume
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,24 @@ from torch import Tensor
 
 from shardwise.parallel.expert.routing import Routing
 from shardwise.parallel.expert.routing_run import RoutingRun
-from shardwise.tiers.copy_stream import to_device
+
+
+def loss_factors(everyone: Sequence[int], top_k: int, dtype: torch.dtype) -> Tensor:
+    """Return the factors of the router losses: f_i for each expert, then 1 / T, as (E + 1,).
+
+    Args:
+        everyone: The number of token copies per expert on all ranks, then the number T of tokens.
+        top_k: Number of experts per token.
+        dtype: The dtype of the logits.
+    """
+    *counts, tokens = everyone
+    copies = max(tokens * top_k, 1)
+    return torch.tensor([*(count / copies for count in counts), 1 / max(tokens, 1)], dtype=dtype)
 
 
 def router_loss(
     routing: Routing,
-    counts: Tensor,
-    tokens: int,
+    factors: Tensor,
     valid: Tensor | None,
     *,
     balance: float,
@@ -41,19 +52,16 @@ def router_loss(
 
     Args:
         routing: The routing of this rank's tokens.
-        counts: (E,) int64, the number of token copies per expert on all ranks.
-        tokens: The number of valid tokens on all ranks.
+        factors: (E + 1,), as `loss_factors` returns them, on the device of the logits.
         valid: (T,) bool, True for the tokens of this rank that count. None if all count.
         balance: Factor of the load-balancing loss.
         z_loss: Factor of the z-loss.
     """
     probabilities, logits = routing.probabilities, routing.logits
-    share = 1.0 / max(tokens, 1)
+    frequency, share = factors[:-1], factors[-1]
     total = logits.new_zeros(())
     if balance:
         kept = probabilities if valid is None else probabilities * valid.unsqueeze(-1)
-        copies = max(tokens * routing.experts.shape[1], 1)
-        frequency = to_device(counts.to(logits.dtype), logits.device) / copies
         total = total + balance * logits.shape[1] * share * (frequency * kept.sum(0)).sum()
     if z_loss:
         squares = logits.logsumexp(-1).square()

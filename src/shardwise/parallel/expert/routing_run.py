@@ -58,6 +58,7 @@ class RoutingRun:
             then only this rank, because each micro-shard has router losses of its own.
         in_stages: True if the model's layers are on several ranks (`--pipeline`), which run layers
             of other ranks on fake tensors to learn their shapes.
+        in_graphs: True if layers run inside the graphs of compiled units (compiled_experts.py).
     """
 
     group: Collectives
@@ -68,6 +69,7 @@ class RoutingRun:
     reports: bool = True
     is_exact: bool = False
     in_stages: bool = False
+    in_graphs: bool = False
     is_empty: bool = False
     """True while a micro-batch runs that has no rows of the batch, only a stand-in."""
     loss_seed: float | Tensor = 0.0
@@ -133,9 +135,12 @@ class RoutingRun:
         """True if other ranks hold some of the experts."""
         return self.group.size > 1
 
-    def is_stand_in(self) -> bool:
-        """Return whether the current forward pass runs on a stand-in, whose tokens do not count."""
-        batch = self.feed.batch_of_forward(training=torch.is_grad_enabled())
+    def is_stand_in(self, *, recording: bool) -> bool:
+        """Return whether the current forward pass runs on a stand-in, whose tokens do not count.
+
+        `recording` is True if autograd is recording.
+        """
+        batch = self.feed.batch_of_forward(training=recording)
         return self.is_empty or (batch is not None and batch.samples == 0)
 
     def note_tokens(self) -> None:

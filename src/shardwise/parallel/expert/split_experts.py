@@ -181,7 +181,7 @@ class ExpertParallelModels:
 
     def _set_spans(self, spans: Mapping[Layer, list[Span]]) -> None:
         for _, layer in self.layers:
-            layer._spans = spans.get(layer, [(0, _number_of(layer))] * self.group.size)
+            layer.spans = spans.get(layer, [(0, _number_of(layer))] * self.group.size)
             layer.holds_all = layer not in spans
 
     # -- gathering ------------------------------------------------------------------------

@@ -35,7 +35,7 @@ _groups: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
 
 def number_of(group: Collectives) -> int:
     """Return the number that stands for `group` in operators, and define the operators."""
-    _define()
+    define()
     for number, known in _groups.items():
         if known is group:
             return number
@@ -143,7 +143,7 @@ class _CopyToRegion(torch.autograd.Function):
         return torch.ops.shardwise.all_reduce(grad, ctx.number, -1), None
 
 
-def _define() -> None:
+def define() -> None:
     """Define the operators, once. Only a compiled unit needs them, and the compiler's import."""
     if hasattr(torch.ops.shardwise, "all_reduce"):
         return
