@@ -1,8 +1,12 @@
 """A small language model with mixtures of experts, and its training in one plain process."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +14,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout.bucket_layout import even_cuts
+from shardwise.parallel.tensor import compiled_units
 from tests.unit.experts.naive import Loops, expert
 
 WIDTH, WORDS, EXPERTS = 6, 11, 8
@@ -252,3 +257,27 @@ def compare(ours: dict[str, Any], expected: dict[str, Any], tolerance: float = 1
             atol=tolerance,
             msg=lambda m, n=name: f"{n}: {m}",
         )
+
+
+def compiled(
+    world: sw.World, backend: str, train: Callable[..., Any], *args: Any
+) -> tuple[Any, int, int]:
+    """Return `train(world, *args)`, and its numbers of graphs and of graph breaks."""
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    plain_compile = torch.compile
+    with (
+        mock.patch.object(compiled_units, "BACKEND", backend),
+        mock.patch.object(torch, "compile", partial(plain_compile, backend=backend)),
+        warnings.catch_warnings(),
+    ):
+        # The compiler itself inspects it, for any input that is not a leaf.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        # Dynamo creates an object of this class when it traces an autograd.Function.
+        warnings.filterwarnings("ignore", ".*Function'> should not be", DeprecationWarning)
+        # Inductor imports a module that uses it.
+        warnings.filterwarnings("ignore", ".*torch.jit.script_method", DeprecationWarning)
+        found = train(world, *args)
+    torch.compiler.reset()
+    return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())

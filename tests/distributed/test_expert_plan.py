@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from tests.distributed.experts import compiled
 from tests.unit.experts.naive import expert
 
 WIDTH, EXPERTS, CLASSES = 6, 5, 3
@@ -119,6 +120,16 @@ def planned(world: sw.World, name: str, settings: dict[str, Any]) -> Any:
     seen["engine"].close()
     assert "forward" not in vars(model.blocks[0].mix)
     return dict(model.state_dict()), losses, norms, seen["held"], seen["counts"]
+
+
+@pytest.mark.slow
+def test_compiled_equals_one_process(group):
+    expected, losses, norms = plain("sgd")
+    ranks = group(2, expert=2)
+    for found, _, breaks in ranks(compiled, "aot_eager", planned, "sgd", {"compile": True}):
+        assert (found[1], found[2]) == (pytest.approx(losses), pytest.approx(norms))
+        torch.testing.assert_close(found[0], dict(expected.state_dict()), rtol=1e-8, atol=1e-8)
+        assert breaks == 0
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
-from shardwise.parallel.tensor import compiled_units
 from tests.distributed.experts import (
     InStages,
     Problem,
     compare,
+    compiled,
     named_values,
     plain,
     train_step,
@@ -107,27 +105,6 @@ def test_narrow_training_is_near_that_of_one_rank(group, precision):
             assert ours[key] == pytest.approx(alone[key], rel=0.03)
 
 
-def compiled(world: sw.World, problem: Problem, backend: str) -> tuple[dict[str, Any], int, int]:
-    """Train with `--compile`. Return also the number of graphs and of graph breaks."""
-    torch.compiler.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    problem = dataclasses.replace(problem, settings={**problem.settings, "compile": True})
-    plain_compile = torch.compile
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # The compiler itself inspects it, for any input that is not a leaf.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        # Dynamo creates an object of this class when it traces an autograd.Function.
-        warnings.filterwarnings("ignore", ".*Function'> should not be", DeprecationWarning)
-        # Inductor imports a module that uses it.
-        warnings.filterwarnings("ignore", ".*torch.jit.script_method", DeprecationWarning)
-        patch.setattr(compiled_units, "BACKEND", backend)
-        patch.setattr(torch, "compile", partial(plain_compile, backend=backend))
-        found = trained(world, problem)
-    torch.compiler.reset()
-    return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-
-
 COMPILED = {name: CASES[name] for name in CASES if name not in ("averages", "whole tensors")}
 COMPILED |= {
     # Without batches of one row, for which torch compiles further graphs.
@@ -143,7 +120,8 @@ def test_compiled_equals_one_process(group, name):
     size, expert, problem = COMPILED[name]
     expected = plain(problem)
     backend = "inductor" if name == "inductor" else "aot_eager"
-    for ours, graphs, breaks in group(size, expert=expert)(compiled, problem, backend):
+    problem = dataclasses.replace(problem, settings={**problem.settings, "compile": True})
+    for ours, graphs, breaks in group(size, expert=expert)(compiled, backend, trained, problem):
         compare(ours, expected)
         assert breaks == 0
         if name == "ragged":
@@ -178,6 +156,19 @@ def test_equals_one_process_inside_tensor_parallel_replicas(group, axes):
         whole = sum(v.numel() for n, v in expected["values"].items() if ".experts." in n)
         if expert > 1 and REPLICAS[axes].settings["zero"] < 3:
             assert ours["held"] == whole / share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", REPLICAS)
+def test_compiled_equals_one_process_inside_tensor_parallel_replicas(group, axes):
+    size, expert, tensor = axes
+    problem = REPLICAS[axes]
+    expected = plain(problem)
+    problem = dataclasses.replace(problem, settings={**problem.settings, "compile": True})
+    ranks = group(size, expert=expert, tensor=tensor)
+    for ours, _, breaks in ranks(compiled, "aot_eager", trained, problem):
+        compare(ours, expected)
+        assert breaks == 0
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.errors import ModelError
+from tests.distributed.experts import compiled
 
 SMALL = {
     "vocab_size": 19,
@@ -106,9 +107,12 @@ def plain(kind: str) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "values": dict(model.state_dict())}
 
 
-def trained(world: sw.World, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+def trained(
+    world: sw.World, kind: str, settings: dict[str, Any], kernel: str = "eager"
+) -> dict[str, Any]:
     """Train with an engine. Return losses, norms and values, and what this rank holds."""
     model = build(kind)
+    model.set_experts_implementation(kernel)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     engine = sw.Engine(model, optimizer, quiet=True, **settings)
     losses, norms = [], []
@@ -146,6 +150,20 @@ def test_equals_one_process(group, kind, zero, tensor):
         for key in ("losses", "norms", "values"):
             # These routers compute in fp32, also in an fp64 model.
             torch.testing.assert_close(ours[key], expected[key], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["eager", "batched_mm"])
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_compiled_equals_one_process(group, kind, kernel):
+    expected = plain(kind)
+    settings = {"zero": 2, "compile": True}
+    ranks = group(2, expert=2)
+    for ours, _, breaks in ranks(compiled, "aot_eager", trained, kind, settings, kernel):
+        for key in ("losses", "norms", "values"):
+            torch.testing.assert_close(ours[key], expected[key], rtol=1e-6, atol=1e-6)
+        if kernel == "batched_mm":  # the other one runs a loop over the experts that have rows
+            assert breaks == 0
 
 
 def under_the_trainer(world: sw.World, folder: str) -> None:

@@ -40,7 +40,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.parallel.tensor.compiled_collectives import copy_to_region, part_of
-from shardwise.parallel.tensor.compiled_stand_ins import StandIns, memory_of, split, unit_error
+from shardwise.parallel.tensor.compiled_stand_ins import (
+    StandIns,
+    memory_of,
+    sizes_of_its_own,
+    split,
+    unit_error,
+)
 from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.sequence_parallel import (
     TOKEN_DIM,
@@ -164,7 +170,8 @@ class GraphOfParts:
                     fakes[place] = fakes[place].clone()
         facts = _FakeRun(self._graph)
         mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
-        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()), mode:
+        grad = torch.set_grad_enabled(torch.is_grad_enabled())
+        with sizes_of_its_own(mode), torch.inference_mode(False), grad, mode:
             facts.run(*fakes)
         return facts
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import UsageError
 from shardwise.parallel.tensor.region_collectives import scatter_to_region
@@ -144,6 +146,16 @@ def split(full: Tensor, replica: Replica) -> SequenceShard:
     sharded = split_tokens(full.shape[TOKEN_DIM], group.size)
     part = scatter_to_region(full, group, sharded)
     return SequenceShard(part, group, replica.randomness, sharded)
+
+
+def sizes_of_its_own(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Return a context manager for a run of a graph on fake tensors, apart from torch's trace.
+
+    Sizes that depend on values, such as the rows of an expert, become new symbols in each run. The
+    compiler would otherwise look for them in its own run.
+    """
+    shapes: Any = mode.shape_env
+    return nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
 
 
 def memory_of(tensor: Tensor) -> int:

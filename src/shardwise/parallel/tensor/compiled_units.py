@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel.tensor import compiled_collectives, graph_paths
 from shardwise.parallel.tensor.compiled_sequences import GraphOfParts
-from shardwise.parallel.tensor.compiled_stand_ins import StandIns
+from shardwise.parallel.tensor.compiled_stand_ins import StandIns, sizes_of_its_own
 from shardwise.parallel.tensor.parallel_layers import TensorParallelModule, on_local_tensors
 from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.sequence_parallel import SequenceShard, gather_nested
@@ -180,8 +180,8 @@ class _GraphCheck(fx.Interpreter):
         # The inputs of the backend are real: collectives would run while other ranks compile
         # nothing.
         values = [n.meta["example_value"] for n in self._nodes if n.op == "placeholder"]
-        modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
-        with next(modes):
+        mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+        with sizes_of_its_own(mode), mode:
             self.run(*values)
 
     def run_node(self, n: fx.Node) -> Any:
