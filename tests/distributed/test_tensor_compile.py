@@ -390,11 +390,19 @@ def with_dropout():
     return blocks(nn.Dropout(0.1))
 
 
+def experts_with_dropout():
+    """A unit whose layers are split, and one with experts, which run other tokens on each rank."""
+    experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(2)])
+    return nn.Sequential(blocks(), sw.MoE(nn.Linear(8, 2, bias=False), experts))
+
+
 @pytest.mark.parametrize(
-    ("make", "settings", "text"),
+    ("make", "expert", "units", "inside"),
     [
-        (with_dropout, {}, "--compile cannot be combined with --tensor and the dropout in 0.betw"),
+        (with_dropout, 1, None, "0.between"),
+        (experts_with_dropout, 2, ("0.*", "1"), "1.experts.0.1"),
     ],
 )
-def test_refuses_before_the_model_is_split(group, make, settings, text):
-    assert all(group(2, tensor=2)(refused_setting, make, settings, text))
+def test_refuses_dropout_before_the_model_is_split(group, make, expert, units, inside):
+    text = f"--compile cannot be combined with --tensor and the dropout in {inside}: "
+    assert all(group(2, tensor=2, expert=expert)(refused_setting, make, {"units": units}, text))

@@ -70,7 +70,10 @@ def find_and_split(
         )
     if spec.settings.compile:
         units = [pair for model in spec.models for pair in units_of(model, spec.settings)]
-        compiled_units.refuse_dropout(units, {e.module for group in groups for e in group.splits})
+        differing = {e.module for group in groups for e in group.splits}
+        if spec.experts is not None:
+            differing |= spec.experts.modules  # each rank runs them on other tokens
+        compiled_units.refuse_dropout(units, differing)
     split_models.cut(groups, spec.models, spec.optimizers)
 
 

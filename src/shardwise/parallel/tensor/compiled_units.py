@@ -219,17 +219,23 @@ def _is_copy(node: fx.Node) -> bool:
     return node.target in (torch.ops.aten.alias.default, torch.ops.shardwise.copies)
 
 
-def refuse_dropout(units: Iterable[tuple[str, nn.Module]], split: Collection[nn.Module]) -> None:
-    """Raise ConfigError if a unit that contains a module in `split` contains dropout."""
+def refuse_dropout(
+    units: Iterable[tuple[str, nn.Module]], differing: Collection[nn.Module]
+) -> None:
+    """Raise ConfigError if a unit contains dropout, and a module in `differing`.
+
+    `differing` holds the modules with different values on each rank: split layers and experts.
+    """
     for name, unit in units:
-        if not any(each in split for each in unit.modules()):
+        if not any(each in differing for each in unit.modules()):
             continue
         for inner, module in unit.named_modules(prefix=name):
             if _dropout_of(module) > 0:
                 raise ConfigError(
                     f"--compile cannot be combined with --tensor and the dropout in {inner}: "
-                    "workers need different random numbers between split layers, which a graph "
-                    "cannot draw. Set its probability to 0, or start without --compile."
+                    "workers need different random numbers between split layers and in experts, "
+                    "which a graph cannot draw. Set its probability to 0, or start without "
+                    "--compile."
                 )
 
 
