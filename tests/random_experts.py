@@ -1,18 +1,21 @@
 """Random mixtures of experts, trained by an engine and by a loop in one plain process.
 
     python -m tests.random_experts --count 500
+    python -m tests.random_experts --count 100 --compile
 
 A seed chooses the number of experts, k, scores, losses, a shared expert, the batches and their
-masks, the optimizer, the row, and the numbers of ranks. Each program must match to 1e-8 in fp64.
+masks, the optimizer, the row, and the numbers of ranks. Each program must match to 1e-8 in fp64,
+also if its units are compiled.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+from dataclasses import replace
 from typing import Any
 
-from tests.distributed.experts import Problem, compare, plain, trained
+from tests.distributed.experts import ONE_GRAPH, Problem, compare, compiled, plain, trained
 
 SIZES = (
     *((1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1)),
@@ -57,11 +60,20 @@ def program(seed: int) -> tuple[tuple[int, int, int], Problem]:
     return (size, expert, tensor), problem
 
 
-def check(groups: Any, seed: int) -> None:
-    """Train the program of `seed` in both ways, and compare. Raises AssertionError."""
+def check(groups: Any, seed: int, *, compiles: bool = False) -> None:
+    """Train the program of `seed` in both ways, and compare. Raises AssertionError.
+
+    If `compiles` is true, units must be compiled as one graph each.
+    """
     (size, expert, tensor), problem = program(seed)
     expected = plain(problem)
-    for ours in groups(size, expert=expert, tensor=tensor)(trained, problem):
+    ranks = groups(size, expert=expert, tensor=tensor)
+    if not compiles:
+        for ours in ranks(trained, problem):
+            compare(ours, expected)
+        return
+    problem = replace(problem, settings={**problem.settings, "compile": True})
+    for ours, _ in ranks(compiled, ONE_GRAPH, trained, problem, limit=300):
         compare(ours, expected)
 
 
@@ -72,12 +84,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100, help="number of programs (default 100)")
     parser.add_argument("--first", type=int, default=0, help="first seed (default 0)")
+    parser.add_argument("--compile", action="store_true", help="compile units")
     args = parser.parse_args()
     groups, failed = Groups(), []
     try:
         for seed in range(args.first, args.first + args.count):
             try:
-                check(groups, seed)
+                check(groups, seed, compiles=args.compile)
             except AssertionError as error:
                 failed.append(seed)
                 print(f"seed {seed}: {str(error)[:400]}", flush=True)
