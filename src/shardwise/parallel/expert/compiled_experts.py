@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.expert.moe import MoE
 
 _layers: WeakValueDictionary[int, MoE | FusedExperts] = WeakValueDictionary()
+"""An operator has no objects among its arguments, so a number stands for the layer."""
 _numbers = count()
 UNKNOWN = -1
 """A number of rows that is only known when a graph runs."""
@@ -166,6 +167,8 @@ class _TracedShare:
 
 
 class _TakeShare(torch.autograd.Function):
+    """Takes this rank's tokens. The backward pass gathers the gradients of all tokens."""
+
     @staticmethod
     def forward(ctx: Any, whole: Tensor, number: int, rank: int, sharded: ShardedDim) -> Tensor:
         ctx.args = number, rank, sharded
@@ -180,7 +183,7 @@ class _TakeShare(torch.autograd.Function):
 class _Attach(torch.autograd.Function):
     """Returns `output` unchanged. Its backward pass adds the gradient of `loss`.
 
-    `own` has the counts of this forward pass, which the backward pass adds to those of the step.
+    The backward pass also adds `own`, the counts of this forward pass, to the counts of the step.
     """
 
     @staticmethod
@@ -236,12 +239,17 @@ def _tally_experts(
     dtype: torch.dtype,
     recording: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Count the rows per expert, as `MoE.tally`. The last four results:
+    """Count the rows per expert, as `MoE.tally`.
 
-    valid     (T,) bool, False for padding
-    factors   (E + 1,), those of the router losses
-    table     (ranks, E) int64 on the CPU, the rows of each rank
-    own       (E,) int64 on the CPU, what the backward pass adds to the counts of the step
+    Returns:
+        Six tensors. With --tensor, t is the number of tokens that this rank dispatches.
+
+        - order: (t k,) int64, the order of the copies by expert.
+        - inverse: (t k,) int64, the inverse permutation.
+        - valid: (T,) bool, False for padding.
+        - factors: (E + 1,), the factors of the router losses, or zeros without losses.
+        - table: (ranks, E) int64 on the CPU, the number of rows of each rank.
+        - own: (E,) int64 on the CPU, added to the counts of the step by the backward pass.
     """
     del share, ranks
     found = _layers[int(layer)]
@@ -250,7 +258,7 @@ def _tally_experts(
     if tally.valid is not None:
         valid.copy_(tally.valid)
     factors = experts.new_zeros(number + 1, dtype=dtype)
-    if tally.everyone:
+    if found.has_losses:
         factors = to_device(loss_factors(tally.everyone, experts.shape[1], dtype), experts.device)
     # Kept, because the backward pass of a recomputed unit gets the second result.
     own = once(lambda: torch.tensor(tally.own) * found.training)
@@ -291,7 +299,7 @@ def _send_to_experts(rows: Tensor, table: Tensor, layer: Tensor, number: int) ->
 
 
 def _send_back(rows: Tensor, table: Tensor, layer: Tensor, number: int) -> Tensor:
-    """Send the experts' outputs back. Returns `number` rows, of which those of padding are 0."""
+    """Send the experts' outputs back. Returns `number` rows. The rows of padding are 0."""
     return _padded(_exchange(layer, table).back(rows), number)
 
 
@@ -300,7 +308,8 @@ def _rows_by_expert(
 ) -> list[Tensor]:
     """Return the rows of each expert; with one entry in `sizes`, all rows sorted by expert.
 
-    All rows are at least one, which is 0 if there is none: fused kernels may not take 0 rows.
+    Fused kernels may need at least one row, so if no rows are received, the result is a row of
+    zeros.
     """
     exchange = _exchange(layer, table)
     number = sum(exchange.sizes)
@@ -324,7 +333,7 @@ def _padded(rows: Tensor, number: int) -> Tensor:
 
 
 def _expert_of_row(rows: Tensor, table: Tensor, layer: Tensor) -> Tensor:
-    """Return the place of each row's expert among those of this rank, (m, 1) int64."""
+    """Return each row's expert as an index into this rank's experts, (m, 1) int64."""
     sizes = torch.tensor(_exchange(layer, table).sizes)
     sizes[0] += len(rows) - sizes.sum()  # a row of zeros
     repeats = to_device(sizes, rows.device)
