@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,18 +28,33 @@ from torch import Tensor
 
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.model.recomputation import once
-from shardwise.parallel.expert.dispatch import Exchange, TokenCopies
+from shardwise.parallel.expert.dispatch import Exchange, Tally
 from shardwise.parallel.expert.router_losses import loss_factors
-from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.parallel.expert.routing_run import RoutedLayer, RoutingRun
 from shardwise.parallel.tensor import compiled_collectives
 from shardwise.parallel.tensor.region_collectives import ShardedDim
 from shardwise.tiers.copy_stream import to_device
 
-if TYPE_CHECKING:
-    from shardwise.parallel.expert.fused_experts import FusedExperts
-    from shardwise.parallel.expert.moe import MoE
 
-_layers: WeakValueDictionary[int, MoE | FusedExperts] = WeakValueDictionary()
+class Layer(RoutedLayer, Protocol):
+    """Interface of the layers in graphs, `sw.MoE` and FusedExperts."""
+
+    @property
+    def training(self) -> bool:
+        """True in training mode."""
+
+    @property
+    def run(self) -> RoutingRun | None:
+        """The state that the layers of an engine share."""
+
+    def tally(self, experts: Tensor, mask: Tensor | None, *, recording: bool) -> Tally:
+        """Count the rows per expert. Collective."""
+
+    def exchange(self, table: list[list[int]]) -> Exchange:
+        """Return the exchange of a forward pass with these counts."""
+
+
+_layers: WeakValueDictionary[int, Layer] = WeakValueDictionary()
 """An operator has no objects among its arguments, so a number stands for the layer."""
 _numbers = count()
 UNKNOWN = -1
@@ -63,7 +78,7 @@ class InGraph:
     lanes: tuple[int, int, int]
 
 
-def in_graph(layer: MoE | FusedExperts, run: RoutingRun) -> InGraph:
+def in_graph(layer: Layer, run: RoutingRun) -> InGraph:
     """Define the operators, and return what represents `layer` in graphs."""
     _define()
     number = next(_numbers)
@@ -72,78 +87,7 @@ def in_graph(layer: MoE | FusedExperts, run: RoutingRun) -> InGraph:
     return InGraph(torch.tensor(number), run.group.size, lanes)
 
 
-def run_layer(layer: MoE, graph: InGraph, tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the output (T, D_out) of `layer` for `tokens` (T, D), in a trace."""
-    recording, operators = torch.is_grad_enabled(), torch.ops.shardwise
-    routing = layer.route(tokens)
-    share = _TracedShare(tokens.shape[0], (0, 0, 1) if layer.holds_all else graph.lanes)
-    ranks = 1 if layer.holds_all else graph.ranks
-    dtype = routing.logits.dtype
-    order, inverse, valid, factors, table, own = operators.tally_experts(
-        routing.experts,
-        mask,
-        graph.number,
-        share.number,
-        ranks,
-        len(layer.experts),
-        dtype,
-        recording,
-    )
-    copies = TokenCopies(order, inverse, layer.top_k)
-    rows = copies.rows(share.of(tokens))
-    received = rows
-    if ranks > 1:
-        received = operators.send_to_experts(rows, table, graph.number, UNKNOWN)
-    shared = None if layer.shared is None else layer.shared(tokens)
-    first, end = layer.held
-    unknown = [UNKNOWN] * (end - first)
-    parts = operators.rows_by_expert(received, table, graph.number, unknown)
-    outputs = operators.rows_by_source(
-        layer.run_experts(parts), table, graph.number, received.shape[0]
-    )
-    if ranks > 1:
-        outputs = operators.send_back(outputs, table, graph.number, rows.shape[0])
-    combined = copies.combined(outputs, share.of(routing.gates)).to(outputs.dtype)
-    result = share.joined(combined)
-    if recording:
-        loss = result.new_zeros(())
-        if layer.counts_losses(recording=True):
-            loss = layer.router_loss(routing, factors, valid)
-        result = _Attach.apply(result, loss, own, graph.number)  # type: ignore[no-untyped-call]
-    return result if shared is None else result + shared
-
-
-def run_fused(
-    layer: FusedExperts, graph: InGraph, tokens: Tensor, chosen: Tensor, gates: Tensor
-) -> Tensor:
-    """Return the output (T, D) of `layer` for `tokens` (T, D), in a trace.
-
-    `chosen` and `gates` are (T, k).
-    """
-    recording, operators = torch.is_grad_enabled(), torch.ops.shardwise
-    share = _TracedShare(tokens.shape[0], graph.lanes)
-    order, inverse, _, _, table, own = operators.tally_experts(
-        chosen, None, graph.number, share.number, graph.ranks, layer.number, tokens.dtype, recording
-    )
-    copies = TokenCopies(order, inverse, chosen.shape[1])
-    rows = copies.rows(share.of(tokens))
-    received = operators.send_to_experts(rows, table, graph.number, UNKNOWN)
-    (part,) = operators.rows_by_expert(received, table, graph.number, [UNKNOWN])
-    expert_of_row = operators.expert_of_row(part, table, graph.number)
-    ones = part.new_ones(part.shape[0], 1)
-    outputs = operators.rows_by_source(
-        [layer.plain(part, expert_of_row, ones)], table, graph.number, received.shape[0]
-    )
-    outputs = operators.send_back(outputs, table, graph.number, rows.shape[0])
-    result: Tensor = share.joined(copies.combined(outputs, share.of(gates)).to(tokens.dtype))
-    if recording:
-        # Without a loss: the backward pass counts, and drops gradients of weight 0.
-        zero = result.new_zeros(())
-        result = _Attach.apply(result, zero, own, graph.number)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _TracedShare:
+class TracedShare:
     """The tokens that this rank dispatches, as `TokenShare`, in a trace."""
 
     def __init__(self, tokens: int, lanes: tuple[int, int, int]) -> None:
@@ -154,12 +98,14 @@ class _TracedShare:
         self.number = end - first
 
     def of(self, whole: Tensor) -> Tensor:
+        """Return this rank's rows of `whole` (T, n)."""
         number, rank, size = self._lanes
         if size == 1:
             return whole
         return _TakeShare.apply(whole, number, rank, self._sharded)  # type: ignore[no-any-return, no-untyped-call]
 
     def joined(self, part: Tensor) -> Tensor:
+        """Return all ranks' rows as (T, n), from each rank's `part`."""
         number, rank, size = self._lanes
         if size == 1:
             return part
@@ -180,11 +126,16 @@ class _TakeShare(torch.autograd.Function):
         return whole, None, None, None
 
 
-class _Attach(torch.autograd.Function):
-    """Returns `output` unchanged. Its backward pass adds the gradient of `loss`.
+def attach(output: Tensor, loss: Tensor, own: Tensor, graph: InGraph) -> Tensor:
+    """Return `output`, with a backward pass that also computes the gradient of `loss`.
 
     The backward pass also adds `own`, the counts of this forward pass, to the counts of the step.
     """
+    return _Attach.apply(output, loss, own, graph.number)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Attach(torch.autograd.Function):
+    """The function of `attach`."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor, own: Tensor, layer: Tensor) -> Tensor:
@@ -234,8 +185,7 @@ def _tally_experts(
     mask: Tensor | None,
     layer: Tensor,
     share: int,
-    ranks: int,
-    number: int,
+    table_shape: Sequence[int],
     dtype: torch.dtype,
     recording: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -251,13 +201,13 @@ def _tally_experts(
         - table: (ranks, E) int64 on the CPU, the number of rows of each rank.
         - own: (E,) int64 on the CPU, added to the counts of the step by the backward pass.
     """
-    del share, ranks
+    del share
     found = _layers[int(layer)]
     tally = found.tally(experts, mask, recording=recording)
     valid = experts.new_ones(experts.shape[0], dtype=torch.bool)
     if tally.valid is not None:
         valid.copy_(tally.valid)
-    factors = experts.new_zeros(number + 1, dtype=dtype)
+    factors = experts.new_zeros(table_shape[1] + 1, dtype=dtype)
     if found.has_losses:
         factors = to_device(loss_factors(tally.everyone, experts.shape[1], dtype), experts.device)
     # Kept, because the backward pass of a recomputed unit gets the second result.
@@ -270,13 +220,12 @@ def _tally_shapes(
     mask: Tensor | None,
     layer: Tensor,
     share: int,
-    ranks: int,
-    number: int,
+    table_shape: Sequence[int],
     dtype: torch.dtype,
     recording: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     del mask, recording
-    copies = share * experts.shape[1]
+    copies, (ranks, number) = share * experts.shape[1], table_shape
     return (
         experts.new_empty(copies),
         experts.new_empty(copies),

@@ -207,7 +207,7 @@ class FusedExperts:
         chosen = index.reshape(len(hidden_states), -1)
         gates = gates.reshape(chosen.shape)
         if self.in_graph is not None and torch.compiler.is_compiling():
-            return compiled_experts.run_fused(self, self.in_graph, hidden_states, chosen, gates)
+            return self._run_in_graph(self.in_graph, hidden_states, chosen, gates)
         return self._run_eagerly(run, hidden_states, chosen, gates)  # type: ignore[no-any-return]
 
     @untraced  # the numbers of rows are only known here
@@ -242,6 +242,34 @@ class FusedExperts:
         # Without a loss: the backward pass counts, and drops gradients of weight 0.
         done = self.step_counts.counter(tally.own, training=self.training)
         return attach(total, total.new_zeros(()), run, 0.0, done)
+
+    def _run_in_graph(
+        self, graph: compiled_experts.InGraph, tokens: Tensor, chosen: Tensor, gates: Tensor
+    ) -> Tensor:
+        """Return the same as `_run_eagerly`, in the trace of a compiled unit."""
+        recording, operators = torch.is_grad_enabled(), torch.ops.shardwise
+        share = compiled_experts.TracedShare(tokens.shape[0], graph.lanes)
+        sizes, dtype = [graph.ranks, self.number], tokens.dtype
+        order, inverse, _, _, table, own = operators.tally_experts(
+            chosen, None, graph.number, share.number, sizes, dtype, recording
+        )
+        copies = TokenCopies(order, inverse, chosen.shape[1])
+        rows = copies.rows(share.of(tokens))
+        unknown = compiled_experts.UNKNOWN
+        received = operators.send_to_experts(rows, table, graph.number, unknown)
+        (part,) = operators.rows_by_expert(received, table, graph.number, [unknown])
+        expert_of_row = operators.expert_of_row(part, table, graph.number)
+        ones = part.new_ones(part.shape[0], 1)
+        outputs = operators.rows_by_source(
+            [self.plain(part, expert_of_row, ones)], table, graph.number, received.shape[0]
+        )
+        outputs = operators.send_back(outputs, table, graph.number, rows.shape[0])
+        result: Tensor = share.joined(copies.combined(outputs, share.of(gates)).to(tokens.dtype))
+        if recording:
+            # Without a loss: the backward pass counts, and drops gradients of weight 0.
+            zero = result.new_zeros(())
+            result = compiled_experts.attach(result, zero, own, graph)
+        return result
 
     def tally(self, experts: Tensor, mask: Tensor | None, *, recording: bool) -> Tally:
         """Count the rows per expert, as `MoE.tally`. `mask` is None."""

@@ -182,7 +182,7 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])  # (T, D)
         valid = None if mask is None else mask.reshape(-1).to(torch.bool)
         if self.in_graph is not None and torch.compiler.is_compiling():
-            result = compiled_experts.run_layer(self, self.in_graph, tokens, valid)
+            result = self._run_in_graph(self.in_graph, tokens, valid)
         else:
             result = self._run_eagerly(tokens, valid)
         return result.view(*x.shape[:-1], result.shape[-1])
@@ -199,6 +199,44 @@ class MoE(nn.Module):
         outputs, shared = self._through_experts(rows, tally, tokens)
         combined = tally.copies.combined(outputs, share.of(routing.gates)).to(outputs.dtype)
         result = self._with_losses(share.joined(combined), routing, tally)
+        return result if shared is None else result + shared
+
+    def _run_in_graph(
+        self, graph: compiled_experts.InGraph, tokens: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Return the same as `_run_eagerly`, in the trace of a compiled unit."""
+        recording, operators = torch.is_grad_enabled(), torch.ops.shardwise
+        ranks, lanes = (1, (0, 0, 1)) if self.holds_all else (graph.ranks, graph.lanes)
+        share = compiled_experts.TracedShare(tokens.shape[0], lanes)
+        routing = self.route(tokens)
+        order, inverse, valid, factors, table, own = operators.tally_experts(
+            routing.experts,
+            mask,
+            graph.number,
+            share.number,
+            [ranks, len(self.experts)],
+            routing.logits.dtype,
+            recording,
+        )
+        copies = TokenCopies(order, inverse, self.top_k)
+        rows = copies.rows(share.of(tokens))
+        received, unknown = rows, compiled_experts.UNKNOWN
+        if ranks > 1:
+            received = operators.send_to_experts(rows, table, graph.number, unknown)
+        shared = None if self.shared is None else self.shared(tokens)
+        first, end = self.held
+        sizes = [unknown] * (end - first)
+        parts = self.run_experts(operators.rows_by_expert(received, table, graph.number, sizes))
+        outputs = operators.rows_by_source(parts, table, graph.number, received.shape[0])
+        if ranks > 1:
+            outputs = operators.send_back(outputs, table, graph.number, rows.shape[0])
+        combined = copies.combined(outputs, share.of(routing.gates)).to(outputs.dtype)
+        result = share.joined(combined)
+        if recording:
+            loss = result.new_zeros(())
+            if self.counts_losses(recording=True):
+                loss = self.router_loss(routing, factors, valid)
+            result = compiled_experts.attach(result, loss, own, graph)
         return result if shared is None else result + shared
 
     def _fake_output(self, tokens: Tensor) -> Tensor:
