@@ -15,7 +15,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from tests.distributed.experts import ONE_GRAPH, Problem, compare, compiled, plain, trained
+from tests.distributed.experts import LIMIT, ONE_GRAPH, Problem, compare, compiled, plain, trained
 
 SIZES = (
     *((1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1)),
@@ -73,7 +73,7 @@ def check(groups: Any, seed: int, *, compiles: bool = False) -> None:
             compare(ours, expected)
         return
     problem = replace(problem, settings={**problem.settings, "compile": True})
-    for ours, _ in ranks(compiled, ONE_GRAPH, trained, problem, limit=300):
+    for ours, _ in ranks(compiled, ONE_GRAPH, trained, problem, limit=LIMIT):
         compare(ours, expected)
 
 

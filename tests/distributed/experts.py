@@ -259,6 +259,9 @@ def compare(ours: dict[str, Any], expected: dict[str, Any], tolerance: float = 1
         )
 
 
+LIMIT = 380
+"""Seconds for a training that is compiled. A busy machine takes minutes."""
+
 ONE_GRAPH = {"backend": "aot_eager", "fullgraph": True}
 """Arguments of torch.compile that raise an error if code is not one graph."""
 

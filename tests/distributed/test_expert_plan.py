@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from tests.distributed.experts import ONE_GRAPH, compiled
+from tests.distributed.experts import LIMIT, ONE_GRAPH, compiled
 from tests.unit.experts.naive import expert
 
 WIDTH, EXPERTS, CLASSES = 6, 5, 3
@@ -125,8 +125,8 @@ def planned(world: sw.World, name: str, settings: dict[str, Any]) -> Any:
 @pytest.mark.slow
 def test_compiled_equals_one_process(group):
     expected, losses, norms = plain("sgd")
-    ranks = group(2, expert=2)
-    for found, _ in ranks(compiled, ONE_GRAPH, planned, "sgd", {"compile": True}):
+    ranks, settings = group(2, expert=2), {"compile": True}
+    for found, _ in ranks(compiled, ONE_GRAPH, planned, "sgd", settings, limit=LIMIT):
         assert (found[1], found[2]) == (pytest.approx(losses), pytest.approx(norms))
         torch.testing.assert_close(found[0], dict(expected.state_dict()), rtol=1e-8, atol=1e-8)
 

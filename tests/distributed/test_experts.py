@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from tests.distributed.experts import (
+    LIMIT,
     ONE_GRAPH,
     InStages,
     Problem,
@@ -130,7 +131,9 @@ def test_compiled_equals_one_process(group, name):
     if name == "ragged":
         options = {"backend": "aot_eager"}  # as users do, so that torch may split graphs
     problem = dataclasses.replace(problem, settings={**problem.settings, "compile": True})
-    for ours, graphs in group(size, expert=expert)(compiled, options, trained, problem):
+    for ours, graphs in group(size, expert=expert)(
+        compiled, options, trained, problem, limit=LIMIT
+    ):
         compare(ours, expected)
         if name == "ragged":
             # The dense unit and the blocks, each with static and with symbolic sizes.
@@ -180,7 +183,7 @@ def test_compiled_equals_one_process_inside_tensor_parallel_replicas(group, axes
     expected = plain(problem)
     problem = dataclasses.replace(problem, settings={**problem.settings, "compile": True})
     ranks = group(size, expert=expert, tensor=tensor)
-    for ours, _ in ranks(compiled, ONE_GRAPH, trained, problem):
+    for ours, _ in ranks(compiled, ONE_GRAPH, trained, problem, limit=LIMIT):
         compare(ours, expected)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.errors import ModelError
-from tests.distributed.experts import ONE_GRAPH, compiled
+from tests.distributed.experts import LIMIT, ONE_GRAPH, compiled
 
 SMALL = {
     "vocab_size": 19,
@@ -161,7 +161,7 @@ def test_compiled_equals_one_process(group, kind, kernel):
     ranks = group(2, expert=2)
     # The module's own loop over the experts that have rows splits the graph.
     options = ONE_GRAPH | {"fullgraph": kernel != "eager"}
-    for ours, _ in ranks(compiled, options, trained, kind, settings, kernel):
+    for ours, _ in ranks(compiled, options, trained, kind, settings, kernel, limit=LIMIT):
         for key in ("losses", "norms", "values"):
             torch.testing.assert_close(ours[key], expected[key], rtol=1e-6, atol=1e-6)
 
